@@ -1,0 +1,110 @@
+"""The records an algorithm is made of: a paper is a `dataclasses.replace` of another one.
+
+    loss(theta) = sum_t aggregate_t [ weight_t * surrogate_t(logp_theta, advantage_t) + sum_k c_k term_{k,t}(scores) ]
+
+A slot takes any function of arrays. Each parameter of it whose name is a column is given that column; the other
+parameters are hyper-parameters and have defaults (change them with `functools.partial`). Building a record checks it.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxtyping import Array
+
+from jaxagent.types import Rollouts, TokenBatch, Trajectory
+
+Slot = Callable[..., Array]
+Coefficient = float | Callable[[Array], Array]  # a constant, or a schedule of the update count
+
+ROLLOUT_COLUMNS = tuple(f.name for f in dataclasses.fields(Rollouts) if f.name != "columns")
+# `advantage`: the result of the slots before; `keep`: the mask, narrowed so far, of the rollouts in this update
+STAGE_COLUMNS = ("advantage", "keep")
+TOKEN_COLUMNS = tuple(f.name for f in dataclasses.fields(TokenBatch) if f.name != "columns")
+SCORE_COLUMNS = ("logp", "entropy")  # of the parameters being differentiated; `entropy` is computed iff a slot names it
+OPTIONAL_PASSES = ("logp_old", "logp_ref", "value", "routing", "bootstrap", "version")
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """advantage, weight, keep and aggregate see the whole batch `[N, T]` and carry no gradient; surrogate and terms are
+  differentiated, one microbatch `[B, T]` at a time. All are losses: to be minimised."""
+
+  advantage: tuple[Slot, ...]  # each returns [N] or [N, T]; later ones may read `advantage`
+  surrogate: Slot  # -> [B, T]
+  aggregate: Slot  # -> token weights [N, T]; reads `keep`
+  weight: tuple[Slot, ...] = ()  # factors of the surrogate, [N, T], multiplied
+  keep: tuple[Slot, ...] = ()  # masks [N, T], and-ed; they narrow everything, denominators included
+  terms: tuple[tuple[Coefficient, Slot], ...] = ()
+
+
+class Annotator(Protocol):
+  """Host-side facts from outside the arrays (a judge's verdict, a similarity): stateless, called once per group.
+
+  Returns columns by name, each with one entry per trajectory of the group.
+  """
+
+  columns: tuple[str, ...]
+
+  async def __call__(self, trajectories: list[Trajectory], tools: Any) -> dict[str, Any]: ...
+
+
+class Tracker(Protocol):
+  """A memory across steps, as a pytree in the checkpoint; `update` is pure and jitted, and provides `columns`."""
+
+  columns: tuple[str, ...]
+
+  def init(self) -> Any: ...
+
+  def update(self, state: Any, rollouts: Rollouts) -> tuple[Any, dict[str, Array]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """An objective and what it needs: rewards to shape, facts to fetch, memories to keep."""
+
+  objective: Objective
+  reward: tuple[Slot, ...] = ()  # each returns reward [N] or turn_reward [N, S]; later ones see the result so far
+  annotators: tuple[Annotator, ...] = ()
+  trackers: tuple[Tracker, ...] = ()
+
+  def __post_init__(self):
+    o, extra = self.objective, self.columns
+    whole = (*ROLLOUT_COLUMNS, *STAGE_COLUMNS, *extra)
+    for slot in (*self.reward, *o.advantage, *o.weight, *o.keep, o.aggregate):
+      check_slot(slot, whole)
+    for slot in (o.surrogate, *(term for _, term in o.terms)):
+      check_slot(slot, (*TOKEN_COLUMNS, *SCORE_COLUMNS, *extra))
+
+  @property
+  def columns(self) -> tuple[str, ...]:
+    return tuple(name for part in (*self.annotators, *self.trackers) for name in part.columns)
+
+  @property
+  def needs(self) -> frozenset[str]:
+    """Optional columns that some slot reads: the loop runs a pass for `logp_old`, `logp_ref`, `value` iff listed.
+
+    A surrogate or a term that reads `logp_old` does not list it: at the first update it is the current log-prob.
+    """
+    o = self.objective
+    whole = (*self.reward, *o.advantage, *o.weight, *o.keep, o.aggregate)
+    names = {name for slot in whole for name in slot_parameters(slot)}
+    late = {name for slot in (o.surrogate, *(t for _, t in o.terms)) for name in slot_parameters(slot)} - {"logp_old"}
+    return frozenset((names | late) & {*OPTIONAL_PASSES, "entropy"})
+
+
+def slot_parameters(slot: Slot) -> dict[str, inspect.Parameter]:
+  """Parameters of a slot that are still free: what `functools.partial` has bound by keyword is a hyper-parameter."""
+  bound = getattr(slot, "keywords", {})
+  return {k: p for k, p in inspect.signature(slot).parameters.items() if k not in bound}
+
+
+def check_slot(slot: Slot, columns: tuple[str, ...]) -> None:
+  missing = [k for k, p in slot_parameters(slot).items() if k not in columns and p.default is inspect.Parameter.empty]
+  if missing:
+    name = getattr(slot, "__name__", None) or getattr(getattr(slot, "func", None), "__name__", repr(slot))
+    raise ValueError(
+      f"{name} reads {', '.join(missing)}, which no column provides; columns are {', '.join(sorted(columns))}."
+      " Add the annotator that provides it, or bind it with functools.partial"
+    )

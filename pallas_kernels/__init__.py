@@ -1,0 +1,1 @@
+"""Attention and matrix-product kernels; independent of jaxagent."""
