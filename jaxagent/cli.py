@@ -1,0 +1,78 @@
+"""The command line: `jaxagent train | eval | sample | config | export | rollouts`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+EXIT_USER = 2
+
+TRAIN = """\
+Train by a configuration. Any of its keys can be set on the command line: --rollout.samples 4 --seed=1.
+`jaxagent config --keys` lists the keys. Ctrl-C and SIGTERM save a checkpoint, then stop."""
+
+
+def parser() -> argparse.ArgumentParser:
+  root = argparse.ArgumentParser(prog="jaxagent", description="Reinforcement learning for LLM agents in JAX.")
+  commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+  def command(name, help, description=None):
+    return commands.add_parser(
+      name, help=help, description=description or help, allow_abbrev=False,
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+  train = command("train", "train by a configuration", TRAIN)
+  train.add_argument("config", help="a YAML file")
+  train.add_argument(
+    "--resume", nargs="?", const="", metavar="RUN", help="continue RUN, or the newest run of this configuration"
+  )
+  train.add_argument("--profile", type=int, metavar="N", help="write a profiler trace of step N into the run's folder")
+
+  evaluate = command("eval", "evaluate a run's newest checkpoint on held-out tasks")
+  evaluate.add_argument("run", help="a run's folder")
+  evaluate.add_argument("--step", type=int, help="the checkpoint's step (default: the newest)")
+
+  sample = command("sample", "sample from a run or a model")
+  sample.add_argument("source", metavar="RUN_OR_MODEL", help="a run's folder, a Hugging Face folder or hub name, or a .gguf")
+  sample.add_argument("prompt", help="the user's message")
+  sample.add_argument("--system", help="a system message")
+  sample.add_argument("-n", type=int, default=1, help="samples")
+  sample.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+  sample.add_argument("--top-p", type=float, default=1.0)
+  sample.add_argument("--top-k", type=int, default=0, help="0 keeps all")
+  sample.add_argument("--max-tokens", type=int, default=128)
+  sample.add_argument("--seed", type=int, default=0)
+
+  config = command("config", "print the resolved configuration")
+  config.add_argument("config", nargs="?", help="a YAML file (default: the built-in defaults)")
+  config.add_argument("--keys", action="store_true", help="list every key with its type, default and meaning")
+
+  export = command("export", "write a run's newest checkpoint as a Hugging Face folder")
+  export.add_argument("run", help="a run's folder")
+  export.add_argument("directory", help="the folder to write; must not exist")
+  export.add_argument("--step", type=int, help="the checkpoint's step (default: the newest)")
+
+  rollouts = command("rollouts", "look at a run's stored rollouts")
+  rollouts.add_argument("run", help="a run's folder")
+  rollouts.add_argument("--step", type=int, help="the step to show (default: the newest stored)")
+  rollouts.add_argument("--index", type=int, help="the rollout to show in full (default: a line for each)")
+  return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs a command; a mistake of the user's is one line on stderr and exit code 2."""
+  args, rest = parser().parse_known_args(argv)
+  takes_overrides = args.command in ("train", "config", "eval")
+  if rest and not (takes_overrides and all(not word.startswith("-") or word.startswith("--") for word in rest)):
+    parser().error(f"unrecognized arguments: {' '.join(rest)}")
+  from jaxagent import run  # heavy: JAX starts here, after --help
+
+  try:
+    return getattr(run, f"{args.command}_command")(args, rest) or 0
+  except run.USER_ERRORS as error:
+    print(f"jaxagent: error: {error}", file=sys.stderr)
+    return EXIT_USER
+
+
+if __name__ == "__main__":
+  sys.exit(main())
