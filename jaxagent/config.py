@@ -3,18 +3,44 @@
 Read with `load(path, overrides)`; an unknown key is an error that names the nearest valid one.
 """
 
+import ast
 import dataclasses
+import difflib
+import functools
+import inspect
+import io
+import json
+import os
+import re
+import tokenize
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+import yaml
+from pydantic import Field
+
+# a type, its range, and both in words
+Count = Annotated[int, Field(ge=1), "an integer >= 1"]
+Natural = Annotated[int, Field(ge=0), "an integer >= 0"]
+Seed = Annotated[int, Field(ge=0, lt=2**32), "an integer in [0, 2**32)"]
+AxisSize = Annotated[int, Field(ge=-1), "an integer >= 1, or -1"]
+Positive = Annotated[float, Field(gt=0), "a number > 0"]
+NonNegative = Annotated[float, Field(ge=0), "a number >= 0"]
+Decay = Annotated[float, Field(ge=0, lt=1), "a number in [0, 1)"]
+Share = Annotated[float, Field(gt=0, le=1), "a number in (0, 1]"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
   dir: str | None = None  # the run's folder, local or remote; default runs/<config>-<n>
-  steps: int = 100  # batches of rollouts
+  steps: Natural = 100  # batches of rollouts
   init_from: str | None = None  # a finished run to start from: its newest checkpoint's parameters
-  checkpoint_every: int = 20  # steps; the last step is always saved
-  checkpoint_keep: int = 2
+  checkpoint_every: Count = 20  # steps; the last step is always saved
+  checkpoint_keep: Count = 2
   compilation_cache: str | None = "auto"  # folder of the persistent compilation cache; null switches it off
 
 
@@ -24,7 +50,7 @@ class Model:
   tokenizer: str | None = None  # "bytes", or a folder with tokenizer.json; default: from `path`, else bytes
   tool_format: Literal["hermes", "qwen_xml", "plain"] = "plain"
   shape: dict[str, Any] = field(default_factory=dict)  # fields of models.config.DecoderConfig
-  dtype: Literal["float32", "bfloat16"] = "float32"  # of the compute; parameters, router, logits and softmax are float32
+  dtype: Literal["float32", "bfloat16"] = "float32"  # of the compute; parameters, router, logits, softmax: float32
   remat: bool = False  # recompute each layer's activations in the backward pass
 
 
@@ -36,27 +62,27 @@ class Env:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-  prompts: int = 8  # tasks a step
-  samples: int = 8  # rollouts a task: the group
-  max_turns: int = 4
-  max_tokens: int = 256  # of a whole episode, prompt included: the row length and the cache capacity
-  max_turn_tokens: int = 64
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
+  prompts: Count = 8  # tasks a step
+  samples: Count = 8  # rollouts a task: the group
+  max_turns: Count = 4
+  max_tokens: Count = 256  # of a whole episode, prompt included: the row length and the cache capacity
+  max_turn_tokens: Count = 64
+  temperature: Positive = 1.0
+  top_k: Natural = 0
+  top_p: Share = 1.0
+  min_p: Decay = 0.0
   stop: tuple[str, ...] = ()
-  slots: int = 64  # sequences decoded at once
+  slots: Count = 64  # sequences decoded at once
   replay_routing: bool = True  # MoE: train with the experts that the sampler used
 
 
 @dataclasses.dataclass(frozen=True)
 class Sft:
-  steps: int = 0  # 0: no warm start
-  batch: int = 64  # demonstrations a step
-  learning_rate: float = 1e-3
-  stop_at: float | None = None  # end early at this held-out success
-  eval_every: int = 50
+  steps: Natural = 0  # 0: no warm start
+  batch: Count = 64  # demonstrations a step
+  learning_rate: Positive = 1e-3
+  stop_at: Share | None = None  # end early at this held-out success
+  eval_every: Count = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,50 +94,50 @@ class MethodSection:
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
   name: Literal["adamw"] = "adamw"
-  learning_rate: float = 1e-6
+  learning_rate: NonNegative = 1e-6
   schedule: Literal["constant", "cosine", "linear"] = "constant"
-  warmup: int = 0  # updates
-  b1: float = 0.9
-  b2: float = 0.999
-  eps: float = 1e-8
-  weight_decay: float = 0.0
-  clip: float | None = 1.0  # global norm
+  warmup: Natural = 0  # updates
+  b1: Decay = 0.9
+  b2: Decay = 0.999
+  eps: Positive = 1e-8
+  weight_decay: NonNegative = 0.0
+  clip: Positive | None = 1.0  # global norm
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-  epochs: int = 1  # passes over each batch of rollouts
-  minibatches: int = 1  # optimizer updates a pass
-  microbatch_rows: int = 8  # packed rows whose gradient is computed at once
-  row_tokens: int | None = None  # length of a packed row; default rollout.max_tokens
-  logprob_chunk: int = 1024  # tokens whose logits exist at once
+  epochs: Count = 1  # passes over each batch of rollouts
+  minibatches: Count = 1  # optimizer updates a pass
+  microbatch_rows: Count = 8  # packed rows whose gradient is computed at once
+  row_tokens: Count | None = None  # length of a packed row; default rollout.max_tokens
+  logprob_chunk: Count = 1024  # tokens whose logits exist at once
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-  every: int = 0  # steps; 0: only before and after
-  tasks: int = 200
-  temperature: float = 0.0
-  samples: int = 1
+  every: Natural = 0  # steps; 0: only before and after
+  tasks: Natural = 200  # 0: no evaluation
+  temperature: NonNegative = 0.0
+  samples: Count = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
   """Sizes of the mesh axes; -1 takes the devices that are left."""
 
-  data: int = -1
-  fsdp: int = 1
-  tensor: int = 1
-  expert: int = 1
+  data: AxisSize = -1
+  fsdp: AxisSize = 1
+  tensor: AxisSize = 1
+  expert: AxisSize = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Tracking:
   tensorboard: bool = True
   wandb: str | None = None  # project
-  rollouts_every: int = 1  # steps between stored batches of rollouts; 0: none
-  show: int = 2  # rollouts of each step in readable form
-  gap_warning: float = 0.1  # nats of logp_gap/max above which a warning is printed
+  rollouts_every: Natural = 1  # steps between stored batches of rollouts; 0: none
+  show: Natural = 2  # rollouts of each step in readable form
+  gap_warning: Positive = 0.1  # nats of logp_gap/max above which a warning is printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,4 +153,311 @@ class Config:
   evaluation: Evaluation = field(default_factory=Evaluation)
   mesh: Mesh = field(default_factory=Mesh)
   tracking: Tracking = field(default_factory=Tracking)
-  seed: int = 0
+  seed: Seed = 0
+
+
+class ConfigError(ValueError):
+  """One line for the user: which key or file, what was wrong, what was got, what is valid."""
+
+
+def load(path: str | os.PathLike | None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Config:
+  """The config of a YAML file (None: the defaults), changed by `overrides` and checked.
+
+  `overrides` are `["--rollout.samples", "4", "--seed=3"]` as on a command line, or a mapping with dotted or nested
+  keys. Sections merge, values replace; a path into a mapping (`env.options.digits`) sets one key of it. A section that
+  has a `name` may be given as that name alone: `env: dataset`. Types are strict: '3' and true are not integers.
+  Errors: ConfigError, always one line.
+  """
+  changes = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+  values = {} if path is None else _flatten(_read(Path(path)), label=f"{path}: ")
+  labels = {key: f"{path}: {key}" for key in values}
+  for key, value in _flatten(changes, label="--").items():
+    leaf = _leaf(key)
+    inside = key[len(leaf) + 1 :]
+    values[leaf] = _set(values.get(leaf, {}), inside.split("."), value, f"--{key}") if inside else value
+    labels[leaf] = f"--{leaf}"
+  return _build(values, labels, where="" if path is None else f"{path}: ")
+
+
+def check(config: Config) -> Config:
+  """`config` with every type and range checked, for one that was built in Python. Errors: ConfigError, one line."""
+  return _build(_flatten(dataclasses.asdict(config)), {}, where="")
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+  """`["--rollout.samples", "4", "--seed=3"]` -> `{"rollout.samples": 4, "seed": 3}`.
+
+  Values are read as in YAML; of two for one key the last wins.
+  """
+  changes, rest = {}, list(arguments)
+  while rest:
+    name, equals, text = rest.pop(0).partition("=")
+    key = name.removeprefix("--")
+    if key == name or not key:
+      raise ConfigError(f"expected --section.key value, got {name!r}")
+    if not equals:
+      if not rest or rest[0].startswith("--"):
+        raise ConfigError(f"{name} needs a value: {name} VALUE or {name}=VALUE")
+      text = rest.pop(0)
+    changes[key] = _parse(text, name)
+  return changes
+
+
+def to_yaml(config: Config) -> str:
+  """The whole config as YAML with the schema's comments; `load` of it gives `config` again."""
+  lines, section = [], ""
+  for key, value in _flatten(dataclasses.asdict(config)).items():
+    head, _, name = key.rpartition(".")
+    if head != section and head:
+      lines.append(f"{head}:")
+    section = head
+    line = f"{'  ' if head else ''}{name}: {_dump(value)}"
+    lines.append(f"{line}  # {_COMMENTS[key]}" if _COMMENTS[key] else line)
+  return "\n".join(lines) + "\n"
+
+
+def describe() -> str:
+  """Every key with its type, default and comment, one a line."""
+  types = {key: re.sub(r"\ban? ", "", _wanted(hint)) for key, hint in _KEYS.items()}
+  rows = [(key, types[key], _dump(_DEFAULTS[key]), _COMMENTS[key]) for key in _KEYS]
+  widths = [max(len(row[i]) for row in rows) for i in range(3)]
+  return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
+
+
+# Values: YAML 1.2's core schema, where 1e-5 is a float, and no, on and 1:30 are strings.
+
+
+class _Loader(yaml.SafeLoader):
+  yaml_implicit_resolvers: ClassVar[dict] = {}
+
+  def construct_mapping(self, node, deep=False):
+    keys = [child.value for child, _ in node.value if child.tag != "tag:yaml.org,2002:merge"]
+    twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+    if twice is not None:
+      raise ConfigError(f"line {node.start_mark.line + 1}: key {twice!r} is given twice in one mapping")
+    mapping = super().construct_mapping(node, deep)
+    if other := [key for key in mapping if not isinstance(key, str)]:
+      raise ConfigError(f"line {node.start_mark.line + 1}: keys must be strings, got {other[0]!r}; quote it")
+    return mapping
+
+  def construct_int(self, node):
+    text = node.value
+    return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
+
+
+class _Dumper(yaml.SafeDumper):
+  yaml_implicit_resolvers: ClassVar[dict] = {}
+
+  def ignore_aliases(self, data):
+    return True
+
+
+for _tag, _pattern, _first in (
+  ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+  ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+  ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+  ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+  ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+  ("merge", r"<<", ["<"]),
+):  # fmt: skip
+  for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_int)
+_Dumper.add_representer(float, lambda d, x: d.represent_scalar("tag:yaml.org,2002:float", repr(x)))
+_Dumper.add_representer(str, lambda d, s: d.represent_scalar("tag:yaml.org,2002:str", s, '"' if "\n" in s else None))
+_Dumper.add_representer(tuple, lambda d, x: d.represent_list(x))
+
+
+def _dump(value: Any) -> str:
+  """A value on one line."""
+  style = {"default_flow_style": True, "sort_keys": False, "allow_unicode": True, "width": float("inf")}
+  text = yaml.dump(value, Dumper=_Dumper, **style)
+  return text.removesuffix("...\n").strip()
+
+
+def _parse(text: str, label: str) -> Any:
+  """The value of an override; a plain scalar keeps its "#" and ":"."""
+  try:
+    if text.lstrip().startswith(("[", "{", '"', "'")):
+      return yaml.load(text, _Loader)
+    loader, scalar = _Loader(""), text.strip()
+    tag = loader.resolve(yaml.ScalarNode, scalar, (True, False))
+    return text if tag.endswith(":str") else loader.construct_object(yaml.ScalarNode(tag, scalar))
+  except ConfigError as error:
+    raise ConfigError(f"{label}: {error}") from None
+  except (yaml.YAMLError, ValueError, RecursionError) as error:
+    raise ConfigError(f"{label}: {_shown(text)} is not valid YAML: {_one_line(error)}") from None
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+  try:
+    values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+  except FileNotFoundError:
+    raise ConfigError(f"{path}: no such file") from None
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"{path}: cannot be read as text: {_one_line(error)}") from None
+  except ConfigError as error:
+    raise ConfigError(f"{path}: {error}") from None
+  except (yaml.YAMLError, ValueError, RecursionError) as error:
+    raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from None
+  if not isinstance(values, Mapping | None):
+    raise ConfigError(f"{path}: must be a mapping of sections, got {_shown(values)}")
+  return values or {}
+
+
+def _one_line(error: Exception) -> str:
+  if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+    return f"line {error.problem_mark.line + 1}: {error.problem}"
+  return " ".join(str(error).split())
+
+
+# Keys: a config is a flat mapping of dotted keys until its types are checked.
+
+
+def _schema() -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+  """Type, default and comment of every dotted key."""
+  hints, defaults, comments = {}, {}, {}
+  for part in dataclasses.fields(Config):
+    section = dataclasses.is_dataclass(part.type)
+    for item in dataclasses.fields(part.type) if section else [part]:
+      key = f"{part.name}.{item.name}" if section else item.name
+      hints[key] = item.type
+      defaults[key] = item.default if item.default is not dataclasses.MISSING else item.default_factory()
+      comments[key] = _comments(part.type if section else Config).get(item.name, "")
+  return hints, defaults, comments
+
+
+@functools.cache
+def _comments(cls: type) -> dict[str, str]:
+  """The comment at the end of each field's line; none where the source is not there."""
+  try:
+    source = inspect.getsource(cls)
+  except OSError:
+    return {}
+  lines = tokenize.generate_tokens(io.StringIO(source).readline)
+  comments = {token.start[0]: token.string.lstrip("# ") for token in lines if token.type == tokenize.COMMENT}
+  fields = [node for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
+  return {node.target.id: comments[node.end_lineno] for node in fields if node.end_lineno in comments}
+
+
+_KEYS, _DEFAULTS, _COMMENTS = _schema()
+_SECTIONS = tuple(f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type))
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "", label: str = "") -> dict[str, Any]:
+  """Nested or dotted sections -> dotted keys; `--` before a key names an override."""
+  flat = {}
+  for name, value in values.items():
+    key = f"{prefix}{name}"
+    if key in _SECTIONS and not isinstance(value, Mapping | None):
+      if f"{key}.name" not in _KEYS or not isinstance(value, str):
+        raise ConfigError(f"{label}{key} must be a mapping of its keys, got {_shown(value)}")
+      value = {"name": value}
+    new = _flatten(value or {}, f"{key}.", label) if key in _SECTIONS else {key: value}
+    for leaf in new:
+      if _leaf(leaf) is None:
+        raise ConfigError(f"{label}{leaf} is not a key of the config; the nearest is {_nearest(leaf)}")
+      if leaf in flat:
+        raise ConfigError(f"{label}{leaf} is given twice")
+    flat |= new
+  return flat
+
+
+def _leaf(key: str) -> str | None:
+  """The schema's key that `key` is, or is a part of."""
+  inside = (k for k, hint in _KEYS.items() if typing.get_origin(hint) is dict and key.startswith(f"{k}."))
+  return key if key in _KEYS else next(inside, None)
+
+
+def _nearest(key: str) -> str:
+  def likeness(other):
+    ratio = difflib.SequenceMatcher(None, key, other).ratio()
+    return ratio + difflib.SequenceMatcher(None, key.split(".")[-1], other.split(".")[-1]).ratio()
+
+  return max((*_KEYS, *_SECTIONS), key=likeness)
+
+
+def _set(tree: Any, path: list[str], value: Any, label: str) -> dict[str, Any]:
+  if not isinstance(tree, Mapping):
+    raise ConfigError(f"{label} sets a key of a mapping, but there stands {_shown(tree)}")
+  head, *rest = path
+  return {**tree, head: _set(tree.get(head, {}), rest, value, label) if rest else value}
+
+
+# Checks
+
+
+@functools.cache
+def _adapter() -> pydantic.TypeAdapter:
+  return pydantic.TypeAdapter(Config)
+
+
+def _build(values: Mapping[str, Any], labels: Mapping[str, str], where: str) -> Config:
+  tree = {}
+  for key, value in values.items():
+    _check_finite(value, labels.get(key, key))
+    section, _, name = key.rpartition(".")
+    (tree.setdefault(section, {}) if section else tree)[name] = value
+  try:
+    config = _adapter().validate_json(json.dumps(tree), strict=True)
+  except pydantic.ValidationError as error:
+    first = error.errors()[0]
+    size = 2 if first["loc"][0] in _SECTIONS else 1
+    key = ".".join(first["loc"][:size])
+    raise ConfigError(f"{labels.get(key, key)} must be {_wanted(_KEYS[key])}, got {_shown(values[key])}") from None
+  for ok, message in _relations(config):
+    if not ok:
+      raise ConfigError(f"{where}{message}")
+  return config
+
+
+def _check_finite(value: Any, label: str) -> None:
+  try:
+    json.dumps(value, allow_nan=False)
+  except (TypeError, ValueError, RecursionError):
+    kinds = "finite numbers, strings, booleans, nulls, lists and mappings"
+    raise ConfigError(f"{label} must be made of {kinds}, got {_shown(value)}") from None
+
+
+def _wanted(hint: Any) -> str:
+  """A type in words, as it stands after "must be"."""
+  words = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
+  origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+  if hint in words:
+    return words[hint]
+  if origin is Annotated:
+    return arguments[-1]
+  if origin is Literal:
+    return "one of " + ", ".join(map(str, arguments))
+  if origin in (tuple, dict):
+    return "a list of strings" if origin is tuple else "a mapping"
+  return " or ".join(_wanted(a) for a in arguments)
+
+
+def _shown(value: Any) -> str:
+  try:
+    text = json.dumps(value, ensure_ascii=False)
+  except (TypeError, ValueError, RecursionError):
+    text = repr(value)
+  return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _relations(c: Config) -> list[tuple[bool, str]]:
+  """What must hold between values, each with the line to print if it does not."""
+  rollouts, row = c.rollout.prompts * c.rollout.samples, c.training.row_tokens
+  turn, episode = c.rollout.max_turn_tokens, c.rollout.max_tokens
+  axes = [getattr(c.mesh, f.name) for f in dataclasses.fields(Mesh)]
+  return [
+    (turn <= episode, f"rollout.max_turn_tokens must be at most rollout.max_tokens = {episode}, got {turn}"),
+    (
+      rollouts % c.training.minibatches == 0,
+      f"training.minibatches must divide rollout.prompts * rollout.samples = {rollouts}, got {c.training.minibatches}",
+    ),
+    (
+      row is None or row >= episode,
+      f"training.row_tokens must be at least rollout.max_tokens = {episode}, or null, got {row}",
+    ),
+    (0 not in axes, f"mesh sizes must be at least 1, or -1 for the devices that are left, got {axes}"),
+    (axes.count(-1) <= 1, f"only one mesh size can be -1 (the devices that are left), got {axes}"),
+    (all(c.rollout.stop), "rollout.stop must hold no empty string: every text contains it"),
+  ]
