@@ -69,6 +69,11 @@ class DecoderConfig:
     _require(self.expert_width > 0, f"a mixture needs a positive expert_width, got {self.expert_width}")
 
   @property
+  def residual_scale(self) -> float:
+    """Factor of the initial output products, so that the residual stream's variance does not grow with depth."""
+    return (2 * self.layers) ** -0.5
+
+  @property
   def architecture(self) -> Architecture:
     """Name of the `transformers` model with this arithmetic, for export; a ValueError where there is none."""
     names = {(False, False, False): "llama", (True, False, False): "qwen2"}

@@ -1,0 +1,313 @@
+"""The built-in decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE shapes, with the arithmetic of `transformers`.
+
+Declared in Flax NNX and split once: parameters are a plain nested dict, `params["layers"]` stacked over layers. Training
+scans over the stack, decoding unrolls over what `prepare` unstacked.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxagent.models import cache as caches
+from jaxagent.models.cache import Cache
+from jaxagent.models.config import DecoderConfig
+from jaxagent.models.layers import attention, packed_mask, product, rms_norm, rotate, rotation
+from jaxagent.models.moe import FusedMoe, Moe
+from jaxagent.models.policy import Hidden, Params, Policy
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], *, scale: float = 1.0) -> nnx.Param:
+  """A product's weight [..., in, out], normal with standard deviation scale / sqrt(in)."""
+  return nnx.Param(jax.random.normal(rngs.params(), shape) * (scale * shape[-2] ** -0.5), axes=axes)
+
+
+class Attention(nnx.Module):
+  """Grouped-query attention; what is attended to is the caller's."""
+
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    c = self.config = config
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    self.q = weight(rngs, (c.width, q), ("embed", "heads"))
+    self.k = weight(rngs, (c.width, kv), ("embed", "kv_heads"))
+    self.v = weight(rngs, (c.width, kv), ("embed", "kv_heads"))
+    self.o = weight(rngs, (q, c.width), ("heads", "embed"), scale=c.residual_scale)
+    if c.qkv_bias:
+      self.q_bias = nnx.Param(jnp.zeros(q), axes=("heads",))
+      self.k_bias = nnx.Param(jnp.zeros(kv), axes=("kv_heads",))
+      self.v_bias = nnx.Param(jnp.zeros(kv), axes=("kv_heads",))
+    if c.qk_norm:
+      self.q_norm = nnx.Param(jnp.ones(c.head_dim), axes=("head_dim",))
+      self.k_norm = nnx.Param(jnp.ones(c.head_dim), axes=("head_dim",))
+
+  def flat_qkv(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+    qkv = tuple(product("btd,de->bte", x, w[...], self.config.dtype) for w in (self.q, self.k, self.v))
+    if not self.config.qkv_bias:
+      return qkv
+    return tuple(x + bias[...] for x, bias in zip(qkv, (self.q_bias, self.k_bias, self.v_bias)))
+
+  def qkv(self, x: Float[Array, "B T D"], turn: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    """Queries, keys and values [B, T, heads, head_dim], normalised and rotated."""
+    q, k, v = (y.reshape(*y.shape[:2], -1, self.config.head_dim) for y in self.flat_qkv(x))
+    if self.config.qk_norm:
+      q = rms_norm(q, self.q_norm[...], self.config.norm_eps)
+      k = rms_norm(k, self.k_norm[...], self.config.norm_eps)
+    return rotate(q, turn), rotate(k, turn), v
+
+  def out(self, x: Float[Array, "B T H*d"]) -> Float[Array, "B T D"]:
+    return product("bte,ed->btd", x, self.o[...], self.config.dtype)
+
+
+class FusedAttention(Attention):
+  """The same with q, k and v in one product: the layout for decoding."""
+
+  def __init__(self, layer: Attention):
+    c = self.config = layer.config
+    self.qkv_weight = nnx.Param(jnp.concatenate([layer.q[...], layer.k[...], layer.v[...]], -1).astype(c.dtype))
+    self.o = nnx.Param(layer.o[...].astype(c.dtype))
+    if c.qkv_bias:
+      self.qkv_bias = nnx.Param(jnp.concatenate([layer.q_bias[...], layer.k_bias[...], layer.v_bias[...]]))
+    if c.qk_norm:
+      self.q_norm, self.k_norm = nnx.Param(layer.q_norm[...]), nnx.Param(layer.k_norm[...])
+
+  def flat_qkv(self, x):
+    c = self.config
+    y = product("btd,de->bte", x, self.qkv_weight[...], c.dtype)
+    if c.qkv_bias:
+      y = y + self.qkv_bias[...]
+    return jnp.split(y, (c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim), axis=-1)
+
+
+class Mlp(nnx.Module):
+  """y = (silu(x gate) * (x up)) down."""
+
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    c = self.config = config
+    self.gate = weight(rngs, (c.width, c.mlp_width), ("embed", "mlp"))
+    self.up = weight(rngs, (c.width, c.mlp_width), ("embed", "mlp"))
+    self.down = weight(rngs, (c.mlp_width, c.width), ("mlp", "embed"), scale=c.residual_scale)
+
+  def gate_up(self, x):
+    return tuple(product("btd,df->btf", x, w[...], self.config.dtype) for w in (self.gate, self.up))
+
+  def __call__(self, x: Float[Array, "B T D"], routing: None = None):
+    gate, up = self.gate_up(x)
+    return product("btf,fd->btd", jax.nn.silu(gate) * up, self.down[...], self.config.dtype), {}
+
+
+class FusedMlp(Mlp):
+  """The same with gate and up in one product: the layout for decoding."""
+
+  def __init__(self, mlp: Mlp):
+    c = self.config = mlp.config
+    self.gate_and_up = nnx.Param(jnp.concatenate([mlp.gate[...], mlp.up[...]], -1).astype(c.dtype))
+    self.down = nnx.Param(mlp.down[...].astype(c.dtype))
+
+  def gate_up(self, x):
+    return jnp.split(product("btd,df->btf", x, self.gate_and_up[...], self.config.dtype), 2, axis=-1)
+
+
+class Layer(nnx.Module):
+  """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    self.config = config
+    self.attention_norm = nnx.Param(jnp.ones(config.width), axes=("embed",))
+    self.attention = Attention(config, rngs)
+    self.mlp_norm = nnx.Param(jnp.ones(config.width), axes=("embed",))
+    self.mlp = Moe(config, rngs, weight) if config.experts else Mlp(config, rngs)
+
+  def __call__(self, x: Float[Array, "B T D"], turn: tuple[Array, Array], attend: Callable, routing=None):
+    """`attend(q, k, v) -> (values read, what to keep)`. Returns x, what to keep, and what the MLP reports."""
+    eps = self.config.norm_eps
+    read, kept = attend(*self.attention.qkv(rms_norm(x, self.attention_norm[...], eps), turn))
+    x = x + self.attention.out(read)
+    y, aux = self.mlp(rms_norm(x, self.mlp_norm[...], eps), routing)
+    return x + y, kept, aux
+
+
+class Trunk(nnx.Module):
+  """What is not in a layer."""
+
+  def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    table = lambda shape, axes: nnx.Param(jax.random.normal(rngs.params(), shape) * config.init_scale, axes=axes)
+    self.embed = table((config.vocab_size, config.width), ("vocab", "embed"))
+    self.final_norm = nnx.Param(jnp.ones(config.width), axes=("embed",))
+    if not config.tied:
+      self.head = table((config.width, config.vocab_size), ("embed", "vocab"))
+
+
+def fuse(layer: Layer) -> Layer:
+  """The layer in the layout for decoding, weights of products in the dtype of the compute."""
+  layer.attention = FusedAttention(layer.attention)
+  layer.mlp = FusedMoe(layer.mlp) if layer.config.experts else FusedMlp(layer.mlp)
+  return layer
+
+
+def _new_layer(config: DecoderConfig) -> Layer:
+  return Layer(config, nnx.Rngs(0))
+
+
+def _graph(build: Callable[[], nnx.Module]) -> nnx.GraphDef:
+  return nnx.graphdef(nnx.eval_shape(build))
+
+
+def _arrays(module: nnx.Module) -> Params:
+  return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def init(config: DecoderConfig, key: Array) -> Params:
+  """Random parameters, float32."""
+  trunk, layers = jax.random.split(key)
+  stacked = jax.vmap(lambda k: _arrays(Layer(config, nnx.Rngs(k))))(jax.random.split(layers, config.layers))
+  return {**_arrays(Trunk(config, nnx.Rngs(trunk))), "layers": stacked}
+
+
+def axes(config: DecoderConfig) -> Params:
+  """A tree like the parameters, of tuples of logical axis names."""
+
+  def names(build, *leading):
+    state = nnx.state(nnx.eval_shape(build), nnx.Param)
+    leaves = jax.tree.map(lambda p: (*leading, *p.axes), state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return nnx.to_pure_dict(leaves)
+
+  return {**names(lambda: Trunk(config, nnx.Rngs(0))), "layers": names(lambda: _new_layer(config), "layers")}
+
+
+def forward(
+  config: DecoderConfig,
+  params: Params,
+  tokens: Int[Array, "B T"],
+  position: Int[Array, "B T"],
+  segment: Int[Array, "B T"],
+  *,
+  prefix_end: Int[Array, "B T"] | None = None,
+  routing: Int[Array, "B T L K"] | None = None,
+) -> Hidden:
+  """Last hidden states of packed rows, one scan over the stacked layers. `prefix_end` has no effect on full attention.
+
+  Padding (`segment == -1`) reads zeros in every attention, so that its states are finite and nobody's business.
+  """
+  del prefix_end
+  _check_rows(config, tokens, routing, position=position, segment=segment)
+  graph = _graph(lambda: _new_layer(config))
+  turn = rotation(position, config.head_dim, config.rope_theta)
+  mask, seen = packed_mask(segment), (segment >= 0)[..., None]
+
+  def attend(q, k, v):
+    read = attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask, config.dtype)
+    return jnp.where(seen, read, 0), None
+
+  def step(x, layer):
+    weights, experts = layer
+    x, _, aux = nnx.merge(graph, weights)(x, turn, attend, experts)
+    return x, aux
+
+  if config.remat:
+    step = jax.checkpoint(step, prevent_cse=False)
+  recorded = None if routing is None else jnp.moveaxis(routing, 2, 0)
+  x, aux = jax.lax.scan(step, params["embed"][tokens], (params["layers"], recorded))
+  states = rms_norm(x, params["final_norm"], config.norm_eps)
+  return Hidden(states, {name: jnp.moveaxis(value, 0, 2) for name, value in aux.items()})
+
+
+def head(config: DecoderConfig, params: Params, states: Float[Array, "... D"]) -> Float[Array, "... V"]:
+  """Logits in float32, from parameters or from prepared weights."""
+  flat = states.reshape(-1, states.shape[-1])
+  if config.tied:
+    logits = product("nd,vd->nv", flat, params["embed"], config.dtype)
+  else:
+    logits = product("nd,dv->nv", flat, params["head"], config.dtype)
+  return logits.reshape(*states.shape[:-1], -1)
+
+
+def prepare(config: DecoderConfig, params: Params) -> Params:
+  """Weights for `extend` and `head`: a tuple of layers, products fused and in the dtype of the compute."""
+  graph = _graph(lambda: _new_layer(config))
+  layer = lambda i: nnx.merge(graph, jax.tree.map(lambda x: x[i], params["layers"]))
+  weights = {"embed": params["embed"], "final_norm": params["final_norm"]}
+  if not config.tied:
+    weights["head"] = params["head"].astype(config.dtype)
+  return {**weights, "layers": tuple(_arrays(fuse(layer(i))) for i in range(config.layers))}
+
+
+def extend(
+  config: DecoderConfig,
+  weights: Params,
+  cache: Cache,
+  tokens: Int[Array, "B t"],
+  position: Int[Array, "B t"],
+  *,
+  slots: int | None = None,
+) -> tuple[Hidden, Cache]:
+  """Appends t tokens to each row of the cache and attends to the row; a token's slot is its position.
+
+  A position of -1 is padding. A position at or past the capacity cannot be written: the caller ends such rows first.
+  `slots` (static) is a promise that no position in the rows reaches it: only that many slots are read.
+  """
+  _check_rows(config, tokens, None, position=position)
+  slots = cache.capacity if slots is None else slots
+  if cache.position.shape[0] != tokens.shape[0] or not 0 < slots <= cache.capacity:
+    raise ValueError(
+      f"extend: {tokens.shape[0]} rows and slots={slots} do not fit a cache of {cache.position.shape[0]} rows and"
+      f" {cache.capacity} slots; pass one row of tokens per row of the cache and slots in [1, capacity]"
+    )
+  graph = _graph(lambda: fuse(_new_layer(config)))
+  turn = rotation(position, config.head_dim, config.rope_theta)
+  row = jnp.arange(tokens.shape[0])[:, None]
+  slot = jnp.where(position >= 0, position, cache.capacity)  # past the end: dropped
+  stored = cache.position.at[row, slot].set(position, mode="drop")
+  mask = (stored[:, None, :slots] >= 0) & (stored[:, None, :slots] <= position[..., None])
+
+  def attend(keys, values, q, k, v):
+    keys = keys.at[row, :, slot].set(k.astype(keys.dtype), mode="drop")
+    values = values.at[row, :, slot].set(v.astype(values.dtype), mode="drop")
+    return attention(q, keys[:, :, :slots], values[:, :, :slots], mask, config.dtype), (keys, values)
+
+  x, kept, reports = weights["embed"][tokens], [], []
+  for layer, keys, values in zip(weights["layers"], cache.keys, cache.values, strict=True):
+    x, pair, aux = nnx.merge(graph, layer)(x, turn, functools.partial(attend, keys, values))
+    kept.append(pair)
+    reports.append(aux)
+  keys, values = zip(*kept)
+  aux = {name: jnp.stack([report[name] for report in reports], axis=2) for name in reports[0]}
+  return Hidden(rms_norm(x, weights["final_norm"], config.norm_eps), aux), Cache(keys, values, stored)
+
+
+def _check_rows(config: DecoderConfig, tokens, routing, **columns) -> None:
+  if tokens.ndim != 2:
+    raise ValueError(f"tokens must be [rows, tokens], got shape {tokens.shape}; add an axis for a single row")
+  for name, column in columns.items():
+    if column.shape != tokens.shape:
+      raise ValueError(f"{name} must have the shape of tokens {tokens.shape}, got {column.shape}")
+  if routing is None:
+    return
+  if not config.experts:
+    raise ValueError("routing was given, but the model is dense; pass routing=None")
+  want = (*tokens.shape, config.layers, config.experts_per_token)
+  if routing.shape != want:
+    raise ValueError(f"routing must be [B, T, L, K] = {want}, got {routing.shape}; record it with this model's shape")
+
+
+def decoder_policy(config: DecoderConfig) -> Policy:
+  """The decoder as a `Policy`.
+
+  Parameters (float32): embed [V, D], final_norm [D], head [D, V] unless tied, and in `layers`, each with a leading axis L:
+  attention_norm, mlp_norm [D]; attention/{q [D, H d], k, v [D, K d], o [H d, D]}, with `qkv_bias` {q, k, v}_bias, with
+  `qk_norm` {q, k}_norm [d]; mlp/{gate, up [D, F], down [F, D]}, for a mixture with a leading axis E and router [D, E].
+  """
+  bound = lambda f: functools.partial(f, config)
+  return Policy(
+    init=bound(init),
+    forward=bound(forward),
+    head=bound(head),
+    prepare=bound(prepare),
+    cache=bound(caches.empty),
+    extend=bound(extend),
+    axes=axes(config),
+    vocab_size=config.vocab_size,
+    config=config,
+  )
