@@ -1,0 +1,5 @@
+"""Outcomes to rewards: pure functions of arrays."""
+
+from jaxagent.rewards.efficiency import soft_overlong
+
+__all__ = ["soft_overlong"]

@@ -1,0 +1,1 @@
+"""The train step, its shardings and optimizer, and the loop around it."""
