@@ -1,0 +1,186 @@
+"""From trajectories, ragged records on the host, to `Rollouts` of one fixed shape."""
+
+import itertools
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxagent.envs.base import Tasks
+from jaxagent.models.chat import Chat
+from jaxagent.types import Completion, Rollouts, Trajectory, check
+
+
+def to_rollouts(
+  trajectories: Sequence[Trajectory], *, tokens: int, turns: int, routing: bool = False, multiple: int = 1
+) -> Rollouts:
+  """NumPy arrays `[N, tokens]` and `[N, turns]`, one row per trajectory in their order, then filler up to `multiple`.
+
+  - `mask` is the sampler's record, `position` the index. Past `length`, ids are 0 and the rest is 0, False or -1.
+  - `reward` is the outcome; `turn_reward` stays beside it, and a method's reward slots may add the two.
+  - `rollout` and `group` are renumbered densely, in order of first appearance. The turns of several rows of one
+    rollout are numbered on from one row to the next; `turn_reward` stands at the same numbers, 0 elsewhere.
+  - `valid` is False for status "failed" and for filler rows. Those have task -1, length 0 and ids of their own.
+  - `entropy` [N, T] is None unless the sampler gave it for every action. With `routing`, int16 `[N, T, L, K]`, -1 for
+    tokens that were not processed. `columns`: "logp_sampled" [N, T], where some token was drawn from a truncated
+    distribution, and the trajectories' own scalars [N], float32 (0 for failed ones that lack it).
+
+  ValueError: an episode still running, too long or with too many turns, at temperature 0, without a recorded routing or
+  a column the others have; a batch without one token to train on. A valid row without one is warned about.
+  """
+  rows = list(trajectories)
+  for row in rows:
+    _check_row(row, tokens)
+  _check_trained(rows)
+  n = -(-len(rows) // multiple) * multiple
+  filler = n - len(rows)
+  first_turn = _first_turns(rows, turns)
+
+  def per_row(name: str, dtype, fill) -> np.ndarray:
+    return np.array([getattr(row, name) for row in rows] + [fill] * filler, dtype)
+
+  def per_token(name: str, dtype, fill) -> np.ndarray:
+    return _padded([getattr(row, name) for row in rows], (n, tokens), dtype, fill)
+
+  length = np.array([len(row.tokens) for row in rows] + [0] * filler, np.int32)
+  mask = per_token("action", bool, False)
+  turn = per_token("turn", np.int32, -1) + np.where(mask, np.pad(first_turn, (0, filler))[:, None], 0).astype(np.int32)
+  turn_reward = np.zeros((n, turns), np.float32)
+  for i, row in enumerate(rows):
+    turn_reward[i, first_turn[i] : first_turn[i] + len(row.turn_reward)] = row.turn_reward
+  entropy = per_token("entropy", np.float32, 0)
+  outcome = per_row("outcome", np.float32, 0)
+  return check(
+    Rollouts(
+      tokens=per_token("tokens", np.int32, 0),
+      position=np.tile(np.arange(tokens, dtype=np.int32), (n, 1)),
+      mask=mask,
+      turn=turn,
+      length=length,
+      prefix_length=per_row("prefix_length", np.int32, 0),
+      rollout=_dense([row.rollout for row in rows], n),
+      agent=per_row("agent", np.int32, 0),
+      group=_dense([row.group for row in rows], n),
+      env=per_row("env", np.int32, 0),
+      task=per_row("task", np.int32, -1),
+      outcome=outcome,
+      reward=outcome.copy(),
+      turn_reward=turn_reward,
+      valid=np.array([row.status != "failed" for row in rows] + [False] * filler, bool),
+      truncated=np.array([row.status == "truncated" for row in rows] + [False] * filler, bool),
+      temperature=per_row("temperature", np.float32, 1),
+      logp_rollout=per_token("logp_rollout", np.float32, 0),
+      version=per_token("version", np.int32, -1),
+      entropy=None if np.isnan(entropy[mask]).any() else entropy,
+      routing=_routing(rows, n, tokens) if routing else None,
+      columns=_columns(rows, n, tokens),
+    )
+  )
+
+
+def demonstrations_batch(
+  tasks: Tasks, chat: Chat, indices: Sequence[int], tokens: int, *, turns: int = 4, multiple: int = 1
+) -> Rollouts:
+  """Solved conversations as rollouts to imitate: reward 1, temperature 1, logp_rollout 0, each a group of its own.
+
+  `mask` is True on the assistant's words and the end of each of its turns.
+  ValueError: tasks without demonstrations; those of `to_rollouts`.
+  """
+  if not hasattr(tasks, "demonstration"):
+    raise ValueError(f"{type(tasks).__name__} has no demonstration(index) to warm-start from; set sft.steps to 0")
+  rows = [_demonstration(tasks, chat, index, row) for row, index in enumerate(indices)]
+  return to_rollouts(rows, tokens=tokens, turns=turns, multiple=multiple)
+
+
+def _demonstration(tasks: Tasks, chat: Chat, index: int, row: int) -> Trajectory:
+  ids, action = chat.demonstration(*tasks.demonstration(index))
+  trajectory = Trajectory(task=index, group=row, rollout=row, outcome=1.0, status="done")
+  edges = [0, *np.flatnonzero(np.diff(action)) + 1, len(ids)]
+  for start, end in itertools.pairwise(edges):
+    if action[start]:
+      zeros = np.zeros(end - start)
+      trajectory.append_action(Completion(ids[start:end], zeros, zeros, zeros, "stop"))
+      trajectory.turn_reward.append(0.0)
+    else:
+      trajectory.append_context(ids[start:end])
+  return trajectory
+
+
+def _check_row(row: Trajectory, tokens: int) -> None:
+  name = f"rollout {row.rollout} of task {row.task}"
+  if row.status == "running":
+    raise ValueError(f"{name} is still running; wait for its end before training on it")
+  if len(row.tokens) > tokens:
+    raise ValueError(f"{name} has {len(row.tokens)} tokens, a row holds {tokens}; raise rollout.max_tokens")
+  if row.temperature <= 0:
+    raise ValueError(
+      f"{name} was sampled at temperature {row.temperature}: greedy rollouts have no log-probs to train on;"
+      " set rollout.temperature above 0"
+    )
+
+
+def _check_trained(rows: list[Trajectory]) -> None:
+  valid = [row for row in rows if row.status != "failed"]
+  empty = [row.rollout for row in valid if not any(row.action)]
+  if len(empty) == len(valid):
+    causes = sorted({row.cause for row in rows if row.status == "failed"})
+    because = f"; {len(rows) - len(valid)} of {len(rows)} rollouts failed, for example: {causes[0]}" if causes else ""
+    raise ValueError(f"the batch of {len(rows)} rollouts has no token to train on{because}")
+  if empty:
+    warnings.warn(f"{len(empty)} of {len(valid)} valid rows have no token to train on, as {empty[0]}", stacklevel=3)
+
+
+def _first_turns(rows: list[Trajectory], turns: int) -> np.ndarray:
+  """The number that each row's first turn has in its rollout."""
+  count: dict[int, int] = defaultdict(int)
+  first = []
+  for row in rows:
+    first.append(count[row.rollout])
+    count[row.rollout] += max(row.turns, len(row.turn_reward))
+  if count and max(count.values()) > turns:
+    worst = max(count, key=lambda rollout: count[rollout])
+    raise ValueError(f"rollout {worst} has {count[worst]} turns, the batch holds {turns}; raise rollout.max_turns")
+  return np.array(first, np.int64)
+
+
+def _dense(ids: list[int], n: int) -> np.ndarray:
+  """Ids renumbered from 0 in order of first appearance; filler rows get ids of their own."""
+  number: dict[int, int] = {}
+  dense = [number.setdefault(i, len(number)) for i in ids]
+  return np.array([*dense, *range(len(ids), n)], np.int32)
+
+
+def _padded(ragged: list, shape: tuple[int, int], dtype, fill) -> np.ndarray:
+  out = np.full(shape, fill, dtype)
+  for i, values in enumerate(ragged):
+    out[i, : len(values)] = values
+  return out
+
+
+def _routing(rows: list[Trajectory], n: int, tokens: int) -> np.ndarray:
+  recorded = next((row.routing[0] for row in rows if row.routing), None)
+  if recorded is None:
+    raise ValueError("no rollout recorded its routing; set rollout.replay_routing to false for a dense model")
+  out = np.full((n, tokens, *np.shape(recorded)), -1, np.int16)
+  for i, row in enumerate(rows):
+    if row.routing:
+      out[i, : len(row.routing)] = row.routing
+  return out
+
+
+def _columns(rows: list[Trajectory], n: int, tokens: int) -> dict[str, np.ndarray]:
+  columns = {name: _column(rows, name, n) for name in sorted({name for row in rows for name in row.columns})}
+  if any(row.logp_sampled != row.logp_rollout for row in rows):
+    columns["logp_sampled"] = _padded([row.logp_sampled for row in rows], (n, tokens), np.float32, 0)
+  return columns
+
+
+def _column(rows: list[Trajectory], name: str, n: int) -> np.ndarray:
+  lacking = [row.rollout for row in rows if name not in row.columns and row.status != "failed"]
+  if lacking:
+    raise ValueError(f"column {name!r} is missing in {len(lacking)} of {len(rows)} rollouts, as in {lacking[0]}")
+  values = [row.columns.get(name, 0.0) for row in rows]
+  if any(np.ndim(value) for value in values):
+    raise ValueError(f"column {name!r} must hold one number per rollout, got shape {np.shape(values[0])}")
+  return np.array(values + [0.0] * (n - len(rows)), np.float32)
