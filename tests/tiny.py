@@ -34,32 +34,33 @@ def tiny_policy(vocab_size=V, width=D, positions=T):
 
 
 def ragged(seed=0, n=16, width=T, rubbish=np.nan, ref=False):
-  """Rows 0 and 1 are branches of one rollout, row n - 1 is invalid, group 2 has equal rewards; `rubbish` at masked places."""
+  """Rows 0 and 1 branch from one rollout, group 2 has equal rewards, then an invalid row and an empty one.
+
+  Masked places, invalid rows and what lies past the length hold `rubbish` (or ids that no vocabulary has).
+  """
   rng = np.random.default_rng(seed)
-  length = rng.integers(8, width + 1, n)
+  row = np.arange(n)
+  length = np.where(row == n - 1, 0, rng.integers(8, width + 1, n))
   tokens, mask, turn = rng.integers(0, V, (n, width)), np.zeros((n, width), bool), np.full((n, width), -1)
-  prefix = rng.integers(2, 5, n)
-  for i in range(n):
+  prefix = np.where(length > 0, rng.integers(2, 5, n), 0)
+  for i in range(n - 1):
     first = prefix[i] + rng.integers(2, 4)
     mask[i, prefix[i] : first], turn[i, prefix[i] : first] = True, 0
     mask[i, first + 1 : length[i]], turn[i, first + 1 : length[i]] = True, 1
-  rollout = np.maximum(np.arange(n) - 1, 0)
-  group = rollout // 4
+  rollout = np.maximum(row - 1, 0)
+  group, valid = rollout // 4, row < n - 2
   reward = rng.integers(0, 2, n).astype(np.float32)[rollout]
   reward[group == 2] = 0.35
-  valid = np.arange(n) != n - 1
   spoiled = np.where(mask & valid[:, None], 0, rubbish)
-
-  def logp(scale=1.0):
-    return (-rng.exponential(scale, (n, width)) + spoiled).astype(np.float32)
-
-  old = logp()
+  old, noise = -rng.exponential(1.0, (n, width)), 0.2 * rng.normal(size=(n, width))
+  reference = -rng.exponential(1.0, (n, width)) + spoiled
   return Rollouts(
     tokens=np.where(np.arange(width) < length[:, None], tokens, -7),
     position=np.broadcast_to(np.arange(width), (n, width)).copy(),
     mask=mask, turn=turn, length=length, prefix_length=prefix, rollout=rollout, agent=np.zeros(n, int), group=group,
-    env=np.zeros(n, int), task=group, outcome=reward, reward=np.where(valid, reward, np.nan).astype(np.float32),
-    turn_reward=np.zeros((n, 2), np.float32), valid=valid, truncated=np.arange(n) % 5 == 4,
+    env=np.zeros(n, int), task=group, outcome=reward, reward=np.where(valid, reward, rubbish).astype(np.float32),
+    turn_reward=np.zeros((n, 2), np.float32), valid=valid, truncated=row % 5 == 4,
     temperature=rng.choice([0.7, 1.0, 1.3], n).astype(np.float32),
-    logp_rollout=(old + 0.2 * rng.normal(size=old.shape)).astype(np.float32), logp_old=old, logp_ref=logp() if ref else None,
+    logp_rollout=(old + noise + spoiled).astype(np.float32), logp_old=(old + spoiled).astype(np.float32),
+    logp_ref=reference.astype(np.float32) if ref else None,
   )  # fmt: skip

@@ -1,9 +1,10 @@
 """Advantages against the other rollouts of the same task.
 
-All functions take `reward [N]` and `group [N]` (ids in [0, N), in any order) and return `[N]`, float32. Rows of one logical
-rollout (`rollout`, ids in [0, N)) share its reward and count once. Rows with `valid=False` may hold any reward: they enter no
-statistic and get 0. A group of one, and a group with max - min <= 1e-6 max(1, max |reward|), get exactly 0. Under jit
-only shapes are checked; outside it a ValueError also names ids out of range and rewards of valid rows that are not finite.
+All functions take `reward [N]` and `group [N]` (ids in [0, N), in any order) and return `[N]`, float32. Rows of one
+logical rollout (`rollout`, ids in [0, N)) share its reward and count once. Rows with `valid=False` may hold any
+reward: they enter no statistic and get 0. A group of one, and a group with max - min <= 1e-6 max(1, max |reward|),
+get exactly 0. Under jit only shapes are checked; outside it a ValueError also names ids out of range and rewards of
+valid rows that are not finite.
 """
 
 from typing import NamedTuple
@@ -115,6 +116,7 @@ def _checked(reward, group, valid, rollout):
     bad = np.flatnonzero(np.asarray(valid) & ~np.isfinite(np.asarray(reward, np.float32)))
     if len(bad):
       raise ValueError(
-        f"reward is {reward[bad[0]]} in row {bad[0]}; a rollout without a reward must have valid=False, or it spoils its group"
+        f"reward is {reward[bad[0]]} in row {bad[0]}; a rollout without a reward must have valid=False, or it spoils"
+        " its group"
       )
   return reward, group, valid, rollout

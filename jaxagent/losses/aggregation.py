@@ -1,7 +1,7 @@
-"""Token weights `[N, T]`: the loss is the plain sum of weight times per-token loss, so it cannot depend on how the batch is cut.
+"""Token weights `[N, T]`: the loss is the plain sum of weight times per-token loss, however the batch is cut.
 
-`keep [N, T]` marks the tokens that one optimizer update trains on. `rollout [N]` (ids in [0, N)) says which rows are one logical
-rollout: it counts once, and only if it has a kept token. A batch without kept tokens has weights 0.
+`keep [N, T]` marks the tokens that one optimizer update trains on. `rollout [N]` (ids in [0, N)) says which rows are
+one logical rollout: it counts once, and only if it has a kept token. A batch without kept tokens has weights 0.
 """
 
 import jax
@@ -20,7 +20,8 @@ def token_mean(keep: Bool[Array, "N T"]) -> Float[Array, "N T"]:
 def sequence_mean(keep: Bool[Array, "N T"], rollout: Int[Array, "N"]) -> Float[Array, "N T"]:
   """1 / (rollouts x kept tokens of the rollout): the mean over rollouts of the mean over tokens.
 
-  Source: Shao et al. 2024, arXiv 2402.03300 (GRPO). Ours differs: fully masked rollouts are not counted (as in verl, not TRL).
+  Source: Shao et al. 2024, arXiv 2402.03300 (GRPO). Ours differs: fully masked rollouts are not counted (as in verl,
+  not TRL).
   """
   tokens = _tokens(keep, rollout)
   return _over(keep, jnp.sum(tokens > 0) * jnp.maximum(tokens, 1)[rollout][:, None].astype(jnp.float32))

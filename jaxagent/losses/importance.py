@@ -1,7 +1,8 @@
 """Corrections of the gap between the sampler (`logp_rollout`) and the trainer before the update (`logp_old`).
 
-rho = pi_old / pi_rollout, log-probs in nats under the same temperature, over the whole vocabulary. Masked tokens may hold anything. No
-gradient flows. They correct the engine gap, not staleness (that is the surrogate's ratio), and not truncated sampling.
+rho = pi_old / pi_rollout, log-probs in nats under the same temperature, over the whole vocabulary. Masked tokens may
+hold anything. No gradient flows. They correct the engine gap, not staleness (that is the surrogate's ratio), and not
+truncated sampling.
 """
 
 import jax

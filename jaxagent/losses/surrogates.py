@@ -28,7 +28,8 @@ def ppo_clip(
 ) -> Float[Array, "B T"]:
   """-min(r A, clip(r, 1 - low, 1 + high) A) with r = pi / pi_old of the token.
 
-  `logp_old` must be from the parameters before the first update on the batch; against the current ones it clips nothing.
+  `logp_old` must be from the parameters before the first update on the batch; against the current ones it clips
+  nothing.
   Source: Schulman et al. 2017, arXiv 1707.06347; high > low is DAPO's clip-higher, arXiv 2503.14476.
   """
   return _clipped(_ratio(logp - logp_old), advantage, low, high)
@@ -46,8 +47,9 @@ def gspo(
 ) -> Float[Array, "B T"]:
   """-min(s A, clip(s, 1 - low, 1 + high) A) with s = exp(mean log ratio over the row's kept tokens).
 
-  The value is the sequence ratio at every token, the gradient of token t flows through log pi_t alone (GSPO-token), so
-  under `sequence_mean` and an advantage per sequence it is GSPO. The ratio is per unbroken row (branches have their own).
+  The value is the sequence ratio at every token, the gradient of token t flows through log pi_t alone (GSPO-token),
+  so under `sequence_mean` and an advantage per sequence it is GSPO. The ratio is per unbroken row (branches have
+  their own).
   Source: Zheng et al. 2025, arXiv 2507.18071. Ours differs: nothing.
   """
   mean = _segment_mean(jnp.where(mask, logp - logp_old, 0.0), mask, segment)

@@ -32,9 +32,9 @@ class Prepared:
 def prepare(method: Method, rollouts: Rollouts, *, minibatch: Bool[Array, "N"] | None = None) -> Prepared:
   """Rewards, advantages, keeps and weights on the whole batch; token weights on the `minibatch`.
 
-  `minibatch[i]` says whether logical rollout i is in this update (None: all are). Jittable with `method` closed over; values are
-  checked only on concrete arrays. A ValueError names a column that a slot reads and the batch lacks, rows to be trained
-  at temperature 0, and a batch in which the policy sampled nothing.
+  `minibatch[i]` says whether logical rollout i is in this update (None: all are). Jittable with `method` closed over;
+  values are checked only on concrete arrays. A ValueError names a column that a slot reads and the batch lacks, rows
+  to be trained at temperature 0, and a batch in which the policy sampled nothing.
   """
   _check_trainable(check(rollouts))
   o, rollouts = method.objective, _shaped(method, _clean(rollouts))
@@ -62,7 +62,7 @@ def plain(rollouts: Rollouts) -> Prepared:
 
 
 def minibatches(rollouts: Rollouts, count: int, *, key: Array) -> Bool[Array, "K N"]:
-  """A random partition of the valid logical rollouts into `count` sets of equal size (up to one), as masks for `prepare`."""
+  """A random partition of the valid logical rollouts into `count` masks for `prepare`; sizes differ by at most 1."""
   n = rollouts.rollout.shape[0]
   present = jnp.zeros(n, bool).at[rollouts.rollout].max(rollouts.valid & (rollouts.length > 0))
   order = jnp.argsort(jnp.where(present, jax.random.uniform(key, (n,)), 2.0))
@@ -71,14 +71,15 @@ def minibatches(rollouts: Rollouts, count: int, *, key: Array) -> Bool[Array, "K
 
 
 def call(slot: Slot, columns: Mapping[str, Any]) -> Array:
-  """`slot` on the columns that its parameters name; one that is None counts as absent and takes the parameter's default."""
+  """`slot` on the columns that its parameters name; a column that is None leaves the parameter's default."""
   parameters = slot_parameters(slot)
   given = {name: columns[name] for name in parameters if columns.get(name) is not None}
   absent = [k for k, p in parameters.items() if k not in given and p.default is p.empty]
   if absent:
     name = getattr(slot, "__name__", None) or getattr(getattr(slot, "func", None), "__name__", repr(slot))
     raise ValueError(
-      f"{name} reads {', '.join(absent)}, which this batch does not have; run the scoring pass, annotator or tracker that provides it"
+      f"{name} reads {', '.join(absent)}, which this batch does not have; run the scoring pass, annotator or"
+      " tracker that provides it"
     )
   return slot(**given)
 
@@ -138,6 +139,6 @@ def _check_trainable(rollouts: Rollouts) -> None:
   cold = np.flatnonzero(mask.any(1) & ~(np.asarray(rollouts.temperature) > 0))
   if len(cold):
     raise ValueError(
-      f"rollout row {cold[0]} was sampled at temperature {float(rollouts.temperature[cold[0]])}, where log-probs do not exist; sample"
-      " training data at a temperature above 0"
+      f"rollout row {cold[0]} was sampled at temperature {float(rollouts.temperature[cold[0]])}, where log-probs do not"
+      " exist; sample training data at a temperature above 0"
     )

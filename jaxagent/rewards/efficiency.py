@@ -13,11 +13,12 @@ def soft_overlong(
   limit: int = 20480,
   margin: int = 4096,
 ) -> Float[Array, "N"]:
-  """reward + clip((limit - margin - length) / margin, -1, 0): free up to limit - margin, then linear down to -1 at limit.
+  """reward + clip((limit - margin - length) / margin, -1, 0).
 
+  Free up to limit - margin, then linear down to -1 at limit and beyond.
   `length` in tokens. The rows of one logical rollout (`rollout`, ids in [0, N)) share the penalty of its longest row.
-  Source: Yu et al. 2025, arXiv 2503.14476 (DAPO). Ours differs: the paper counts the response, this counts what it is given
-  (in a Method: the whole row, prompt and tool results included).
+  Source: Yu et al. 2025, arXiv 2503.14476 (DAPO). Ours differs: the paper counts the response, this counts what it is
+  given (in a Method: the whole row, prompt and tool results included).
   """
   if not 0 < margin <= limit:
     raise ValueError(f"soft_overlong needs 0 < margin <= limit, got margin {margin} and limit {limit}")

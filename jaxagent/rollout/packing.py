@@ -1,6 +1,7 @@
 """Rollouts of ragged length to rows of one fixed shape, on the host, and scores back to rollouts.
 
-A rollout's row is never split and everything per token rides with its token, so a packed batch has the same loss as a padded one.
+A rollout's row is never split and everything per token rides with its token, so a packed batch has the same loss as a
+padded one.
 """
 
 import dataclasses
@@ -36,10 +37,11 @@ def pack(
 ) -> tuple[TokenBatch, PackPlan]:
   """First-fit decreasing into microbatches `[M, rows, row_tokens]` of NumPy arrays.
 
-  Rows without a kept token are left out: they have no part in the loss. `microbatches` (M) defaults to what N rollouts need at worst, so
-  that the shape, and the compiled program, is the same for every batch; `plan.microbatches` of them hold tokens.
-  Columns `[N]` of the method are repeated at every token, those `[N, T, ...]` ride with it, others stay behind.
-  A ValueError names a rollout longer than `row_tokens`, and an M that is too small.
+  Rows without a kept token are left out: they have no part in the loss. `microbatches` (M) defaults to what N
+  rollouts need at worst, so that the shape, and the compiled program, is the same for every batch;
+  `plan.microbatches` of them hold tokens. Columns `[N]` of the method are repeated at every token, those `[N, T,
+  ...]` ride with it, others stay behind. A ValueError names a rollout longer than `row_tokens`, and an M that is too
+  small.
   """
   host = jax.tree.map(np.asarray, prepared)
   plan = _plan(host, row_tokens=row_tokens, rows=rows, microbatches=microbatches)
@@ -62,8 +64,8 @@ def _plan(host: Prepared, *, row_tokens, rows, microbatches) -> PackPlan:
   if n and length.max() > row_tokens:
     worst = int(length.argmax())
     raise ValueError(
-      f"rollout row {worst} has {length[worst]} tokens but a packed row holds {row_tokens}; raise training.row_tokens or"
-      " lower rollout.max_tokens"
+      f"rollout row {worst} has {length[worst]} tokens but a packed row holds {row_tokens}; raise training.row_tokens"
+      " or lower rollout.max_tokens"
     )
   row, offset = np.full(n, -1), np.zeros(n, int)
   room = np.full(n, row_tokens)
@@ -74,7 +76,9 @@ def _plan(host: Prepared, *, row_tokens, rows, microbatches) -> PackPlan:
   used = -(-int(row.max(initial=-1) + 1) // rows)
   m = max(-(-n // rows), 1) if microbatches is None else microbatches
   if used > m:
-    raise ValueError(f"these rollouts fill {used} microbatches of {rows} rows but only {m} were asked for; raise microbatches")
+    raise ValueError(
+      f"these rollouts fill {used} microbatches of {rows} rows but only {m} were asked for; raise microbatches"
+    )
   return PackPlan(row, offset, length, host.keep.shape[1], (m, rows, row_tokens), used)
 
 

@@ -31,8 +31,9 @@ def loss(
 ) -> tuple[Float[Array, ""], Tally]:
   """sum_t aggregate_t [weight_t surrogate_t + sum_k c_k term_kt] over the kept tokens of `[B, T]` rows, and its tally.
 
-  A plain sum: the losses and gradients of the microbatches of an update add up to the update's. Columns and scores are 0 at
-  masked tokens before any slot sees them. Coefficients that are functions get `updates`, the count of updates before this.
+  A plain sum: the losses and gradients of the microbatches of an update add up to the update's. Columns and scores
+  are 0 at masked tokens before any slot sees them. Coefficients that are functions get `updates`, the count of
+  updates before this.
   """
   differentiated = _reads(objective, "entropy")
   scores = score(
@@ -65,7 +66,7 @@ def _columns(tokens: TokenBatch, scores: Scores) -> dict[str, Any]:
   mask = tokens.mask
 
   def zeroed(x):
-    if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
+    if x is None or x is tokens.temperature or not jnp.issubdtype(x.dtype, jnp.floating):
       return x
     return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0.0)
 
@@ -76,7 +77,11 @@ def _columns(tokens: TokenBatch, scores: Scores) -> dict[str, Any]:
 
 
 def _tally(objective: Objective, columns: dict[str, Any], total) -> Tally:
-  mask, logp, gap = columns["mask"], columns["logp"], sampler_gap(columns["logp"], columns["logp_rollout"], columns["mask"])
+  mask, logp, gap = (
+    columns["mask"],
+    columns["logp"],
+    sampler_gap(columns["logp"], columns["logp_rollout"], columns["mask"]),
+  )
   tokens = jnp.sum(mask).astype(jnp.float32)
   sums = {
     "loss": total,
@@ -93,6 +98,7 @@ def _tally(objective: Objective, columns: dict[str, Any], total) -> Tally:
 
 def _clipped(objective: Objective, columns: dict[str, Any]) -> Bool[Array, "B T"]:
   """Kept tokens that have an advantage and whose surrogate does not move with their log-prob: where a clip binds."""
+
   def surrogate(logp):
     return jnp.sum(jnp.where(columns["mask"], call(objective.surrogate, {**columns, "logp": logp}), 0.0))
 

@@ -22,7 +22,8 @@ def make_schedule(section: config.Optimizer, *, updates: int) -> optax.Schedule:
   """Learning rate by update count: linear warm-up, then constant, or down to 0 at `updates` by a cosine or a line."""
   if section.warmup < 0 or section.learning_rate < 0:
     raise ValueError(
-      f"optimizer.warmup and optimizer.learning_rate must be at least 0, got {section.warmup} and {section.learning_rate}"
+      f"optimizer.warmup and optimizer.learning_rate must be at least 0, got {section.warmup} and"
+      f" {section.learning_rate}"
     )
   rest = max(updates - section.warmup, 1)
   body = {

@@ -25,10 +25,10 @@ def score(
   columns: tuple[Column, ...] = ("logp",),
   constant: tuple[Column, ...] = (),
 ) -> Scores:
-  """log softmax(logits / temperature) of every token given its segment before it, and the entropy (nats) it was drawn with.
+  """log softmax(logits / temperature) of every token given its segment before it, and the entropy it was drawn with.
 
-  The first token of a segment and padding get 0. At most `chunk` tokens (at least one per row) have logits at any time, in the backward
-  pass too, where they are computed again. No gradient flows through the columns in `constant`.
+  The first token of a segment and padding get 0. At most `chunk` tokens (at least one per row) have logits at any
+  time, in the backward pass too, where they are computed again. No gradient flows through the columns in `constant`.
   """
   hidden = policy.forward(
     params, tokens.tokens, tokens.position, tokens.segment, prefix_end=tokens.prefix_end, routing=tokens.routing
@@ -46,19 +46,19 @@ def _reader(policy: Policy, params: Any, columns, constant) -> Callable[..., dic
 
   def read(states: Float[Array, "B t D"], target: Int[Array, "B t"], temperature: Float[Array, "B t"]):
     logits = policy.head(params, states).astype(jnp.float32) / temperature[..., None]
-    return {k: READERS[k](jax.lax.stop_gradient(logits) if k in constant else logits, target) for k in columns}
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    moving, still = logits - total, jax.lax.stop_gradient(logits - total)
+    return {k: READERS[k](still if k in constant else moving, target) for k in columns}
 
   return read
 
 
-def _logp(logits, target):
-  chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-  return chosen - jax.nn.logsumexp(logits, axis=-1)
+def _logp(logp, target):
+  return jnp.take_along_axis(logp, target[..., None], axis=-1)[..., 0]
 
 
-def _entropy(logits, target):
+def _entropy(logp, target):
   del target
-  logp = jax.nn.log_softmax(logits, axis=-1)
   return -jnp.sum(jnp.exp(logp) * jnp.where(jnp.isneginf(logp), 0.0, logp), axis=-1)
 
 
@@ -66,7 +66,7 @@ READERS: dict[str, Callable] = {"logp": _logp, "entropy": _entropy}
 
 
 def _in_slices(read, inputs, width: int):
-  """`read` on slices of `width` tokens along axis 1, one after the other; rows stay whole, so a sharded axis 0 stays sharded."""
+  """`read` on slices of `width` tokens of axis 1, one after the other; axis 0 stays whole, and sharded if it is."""
   length = inputs[0].shape[1]
   width = min(width, max(length, 1))
   count = -(-length // width)
@@ -77,5 +77,5 @@ def _in_slices(read, inputs, width: int):
 
   states, target, temperature = inputs
   slices = (cut(states), cut(target), cut(temperature, 1))
-  _, out = jax.lax.scan(lambda _, x: (None, jax.checkpoint(read)(*x)), None, slices)
+  _, out = jax.lax.scan(lambda _, x: (None, jax.checkpoint(read, prevent_cse=False)(*x)), None, slices)
   return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :length], out)

@@ -1,6 +1,7 @@
 """Which device holds what: the mesh, and rules from the logical axes of parameters to mesh axes.
 
-All mesh axes are of type Auto: shardings are pinned at the borders of the jitted functions and the compiler fills in the rest.
+All mesh axes are of type Auto: shardings are pinned at the borders of the jitted functions and the compiler fills in
+the rest.
 """
 
 import math
@@ -43,7 +44,9 @@ def make_mesh(sizes: config.Mesh = config.Mesh(), *, devices: list | None = None
   known = math.prod(s for s in shape if s != -1)
   shape = [len(devices) // known if s == -1 else s for s in shape]
   if math.prod(shape) != len(devices):
-    raise ValueError(f"mesh sizes {given} do not multiply to the {len(devices)} devices there are; set one of them to -1")
+    raise ValueError(
+      f"mesh sizes {given} do not multiply to the {len(devices)} devices there are; set one of them to -1"
+    )
   return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
@@ -90,7 +93,9 @@ def _spec(path: str, shape, names, mesh, rules) -> PartitionSpec:
   spec = []
   for size, name in zip(shape, names):
     if name is not None and name not in rules:
-      raise ValueError(f"parameter {path} has the logical axis {name!r}, which no rule places; rules are {sorted(rules)}")
+      raise ValueError(
+        f"parameter {path} has the logical axis {name!r}, which no rule places; rules are {sorted(rules)}"
+      )
     axis = rules[name] if name is not None else None
     over = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     unknown = [a for a in over if a not in mesh.shape]
@@ -105,5 +110,7 @@ def _spec(path: str, shape, names, mesh, rules) -> PartitionSpec:
     spec.append(over if ways > 1 else None)
   used = [a for over in spec if over for a in over]
   if len(used) != len(set(used)):
-    raise ValueError(f"parameter {path} with logical axes {tuple(names)} would use a mesh axis twice: {used}; change a rule")
+    raise ValueError(
+      f"parameter {path} with logical axes {tuple(names)} would use a mesh axis twice: {used}; change a rule"
+    )
   return PartitionSpec(*spec)

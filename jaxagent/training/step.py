@@ -19,7 +19,7 @@ from jaxagent.types import Scores, TokenBatch, pytree
 
 @pytree
 class TrainState:
-  """What an update changes. `updates` counts those that were applied; `trackers` are the method's memories, in its order."""
+  """What an update changes. `updates` counts those applied; `trackers` are the method's memories, in its order."""
 
   params: Any
   opt_state: Any
@@ -28,7 +28,13 @@ class TrainState:
 
 
 def init_state(
-  policy: Policy, method: Method, tx: optax.GradientTransformation, params: Any, *, mesh: jax.sharding.Mesh, rules: Rules = RULES
+  policy: Policy,
+  method: Method,
+  tx: optax.GradientTransformation,
+  params: Any,
+  *,
+  mesh: jax.sharding.Mesh,
+  rules: Rules = RULES,
 ) -> TrainState:
   """A state on the mesh that begins at `params`, which are copied: the step donates its state."""
   params = shard_params(params, policy.axes, mesh=mesh, rules=rules)
@@ -41,7 +47,13 @@ def init_state(
 
 
 def state_shardings(
-  policy: Policy, method: Method, tx: optax.GradientTransformation, shapes: Any, *, mesh: jax.sharding.Mesh, rules: Rules = RULES
+  policy: Policy,
+  method: Method,
+  tx: optax.GradientTransformation,
+  shapes: Any,
+  *,
+  mesh: jax.sharding.Mesh,
+  rules: Rules = RULES,
 ) -> TrainState:
   """Shardings of a TrainState: optimizer statistics shaped like a parameter lie where it lies, all else everywhere."""
   everywhere = replicated(mesh)
@@ -68,10 +80,10 @@ def make_train_step(
 ) -> Callable[[TrainState, TokenBatch, int], tuple[TrainState, dict[str, Array]]]:
   """`step(state, tokens [M, B, T], n) -> (state, metrics)`: one update from the first n microbatches, jitted.
 
-  The gradient is the sum over microbatches, so M, B and n do not change it; n is traced. The state is donated. When the loss or a
-  gradient is not finite nothing is applied and `nonfinite` is 1. Metrics are means over kept tokens: loss, grad_norm (before
-  clipping), entropy (nats), clip_fraction, kl/rollout_train, logp_gap/mean, logp_gap/max, kl/ref (with logp_ref), tokens,
-  nonfinite. The log-probs are those before the update.
+  The gradient is the sum over microbatches, so M, B and n do not change it; n is traced. The state is donated. When
+  the loss or a gradient is not finite nothing is applied and `nonfinite` is 1. Metrics are means over kept tokens:
+  loss, grad_norm (before clipping), entropy (nats), clip_fraction, kl/rollout_train, logp_gap/mean, logp_gap/max,
+  kl/ref (with logp_ref), tokens, nonfinite. The log-probs are those before the update.
   """
   shapes = jax.eval_shape(policy.init, jax.random.key(0))
   shardings = state_shardings(policy, method, tx, shapes, mesh=mesh, rules=rules)
