@@ -7,8 +7,8 @@ import dataclasses
 class Sampling:
   """Temperature first, then top-k, top-p and min-p on what is left; `temperature=0` is greedy.
 
-  `top_k=0`, `top_p=1`, `min_p=0` switch those rules off. `stop_ids` end the turn and belong to it, `stop` strings end it on
-  the token that completes them. `max_tokens` bounds the turn.
+  `top_k=0`, `top_p=1`, `min_p=0` switch those rules off. `stop_ids` end the turn and belong to it, `stop` strings end
+  it on the token that completes them. `max_tokens` bounds the turn.
   """
 
   temperature: float = 1.0
@@ -34,5 +34,5 @@ class Sampling:
 
   @property
   def truncates(self) -> bool:
-    """Whether tokens are drawn from less than the whole distribution, so that logp_sampled differs from logp_rollout."""
+    """Whether tokens are drawn from less than the whole distribution: logp_sampled differs from logp_rollout."""
     return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

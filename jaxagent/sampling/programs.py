@@ -1,0 +1,113 @@
+"""The two device programs of the engine, prefill and decode, over all rows of the cache or over a few gathered ones."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxagent.models.policy import Policy
+from jaxagent.sampling import rules
+from jaxagent.types import pytree
+
+STOP_IDS = 8  # stop ids a request may have
+
+
+@pytree
+class Decoding:
+  """R rows to decode. `position` is that of `token`, the last of its stream and not yet processed; -1 is filler."""
+
+  token: Int[Array, "R"]
+  position: Int[Array, "R"]
+  left: Int[Array, "R"]  # tokens that may still be sampled, at least 1
+  key: UInt32[Array, "R 2"]
+  stop: Int[Array, "R S"]  # -1 is filler
+  rules: rules.Rules
+
+
+@pytree
+class Decoded:
+  """What K steps sampled: row r holds `count[r]` tokens. `routing[k]` is of the token processed to sample token k."""
+
+  count: Int[Array, "R"]
+  drawn: rules.Drawn  # [K, R]
+  routing: Int[Array, "K R L E"] | None
+
+
+def row_axes(policy: Policy, capacity: int) -> Any:
+  """For each leaf of the policy's cache, the axis that counts rows."""
+
+  def axis(two, three):
+    differing = [i for i, sizes in enumerate(zip(two.shape, three.shape)) if len(set(sizes)) > 1]
+    if len(differing) != 1:
+      raise ValueError(
+        f"every array of a policy's cache must have one axis that counts rows, but for 2 and 3 rows one has the shapes"
+        f" {two.shape} and {three.shape}; give each row its own entry"
+      )
+    return differing[0]
+
+  return jax.tree.map(axis, *(jax.eval_shape(functools.partial(policy.cache, rows, capacity)) for rows in (2, 3)))
+
+
+def prefill(policy: Policy, axes, weights, cache, row: Int[Array, "R"] | None, tokens, position):
+  """Processes `tokens` [R, C] at `position` (-1 is filler) in rows `row` of the cache. Returns it and the routing."""
+  part = _take(cache, axes, row)
+  hidden, part = policy.extend(weights, part, tokens, position)
+  return _put(cache, axes, row, part), _routing(hidden)
+
+
+def decode(policy: Policy, axes, steps: int, weights, cache, row: Int[Array, "R"] | None, rows: Decoding):
+  """Samples up to `steps` tokens in each row, until all have drawn a stop id or used what was left to them."""
+  part = _take(cache, axes, row)
+
+  def one(state):
+    step, part, token, position, left, out = state
+    active = left > 0
+    hidden, part = policy.extend(weights, part, token[:, None], jnp.where(active, position, -1)[:, None])
+    logits: Float[Array, "R V"] = policy.head(weights, hidden.states[:, 0])
+    drawn = rules.sample(logits, rules.uniforms(rows.key, position + 1), rows.rules)
+    routing = _routing(hidden)
+    new = Decoded(out.count + active, drawn, None if routing is None else routing[:, 0])
+    stopped = jnp.any(drawn.id[:, None] == rows.stop, -1)
+    out = Decoded(new.count, *(_store(getattr(out, name), getattr(new, name), step) for name in ("drawn", "routing")))
+    return step + 1, part, drawn.id, position + 1, jnp.where(active & ~stopped, left - 1, 0), out
+
+  left = jnp.where(rows.position >= 0, rows.left, 0)
+  start = (jnp.int32(0), part, rows.token, rows.position, left, _empty(policy, steps, weights, part, rows))
+  _, part, _, _, _, out = jax.lax.while_loop(lambda s: (s[0] < steps) & jnp.any(s[4] > 0), one, start)
+  return _put(cache, axes, row, part), out
+
+
+def _empty(policy, steps, weights, cache, rows) -> Decoded:
+  size = rows.token.shape[0]
+  hidden, _ = jax.eval_shape(policy.extend, weights, cache, rows.token[:, None], rows.position[:, None])
+  routing = hidden.aux.get("routing")
+  floats = jnp.zeros((steps, size), jnp.float32)
+  return Decoded(
+    jnp.zeros(size, jnp.int32),
+    rules.Drawn(jnp.zeros((steps, size), jnp.int32), floats, floats, floats),
+    None if routing is None else jnp.zeros((steps, size, *routing.shape[2:]), jnp.int16),
+  )
+
+
+def _store(buffers, values, step):
+  return jax.tree.map(lambda b, v: jax.lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), step, 0), buffers, values)
+
+
+def _routing(hidden):
+  routing = hidden.aux.get("routing")
+  return None if routing is None else routing.astype(jnp.int16)
+
+
+def _take(cache, axes, row):
+  if row is None:
+    return cache
+  return jax.tree.map(lambda leaf, axis: jnp.take(leaf, row, axis=axis, mode="clip"), cache, axes)
+
+
+def _put(cache, axes, row, part):
+  if row is None:
+    return part
+  at = lambda axis: (slice(None),) * axis + (row,)  # noqa: E731
+  return jax.tree.map(lambda leaf, new, axis: leaf.at[at(axis)].set(new, mode="drop"), cache, part, axes)
