@@ -26,30 +26,47 @@ from jaxagent.models.tokenizer import Tokenizer, read_json
 
 TOOL_FORMATS = ("hermes", "qwen_xml", "plain")
 
-CHATML = """\
+_CHATML = """\
 {%- if tools %}
 {{- '<|im_start|>system\\n' }}
-{%- if messages and messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
-{{- 'Call tools with <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Tools:' }}
+{%- if messages and messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+{{- 'To call a tool, write\\nEXAMPLE\\nTools:' }}
 {%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
 {%- if not (tools and loop.first and message.role == 'system') %}
 {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>' + (call.function or call) | tojson + '</tool_call>' }}
+{%- for item in message.tool_calls or [] %}
+{%- set call = item.function or item %}
+{{- '\\n' if message.content or not loop.first }}
+{{- CALL }}
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
+_CALL_IN_JINJA = {
+  "hermes": """'<tool_call>\\n' + {'name': call.name, 'arguments': call.arguments} | tojson + '\\n</tool_call>'""",
+  "qwen_xml": """'<tool_call>\\n<function=' + call.name + '>\\n' }}
+{%- for name, value in call.arguments.items() %}
+{{- '<parameter=' + name + '>\\n' ~ value ~ '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>'""",
+  "plain": "'<' + call.name + '>' + call.arguments.input + '</' + call.name + '>'",
+}
+
+
+def chatml(tool_format: str) -> str:
+  """The default template: `<|im_start|>role`, line break, content, `<|im_end|>`; shows tools and writes calls."""
+  example = write_calls([ToolCall("name", {"input" if tool_format == "plain" else "argument": "value"})], tool_format)
+  return _CHATML.replace("EXAMPLE", example.replace("\n", "\\n")).replace("CALL", _CALL_IN_JINJA[tool_format])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chat:
-  """A chat template with its tokenizer. `template` is Jinja as Hugging Face writes it; None is ChatML.
+  """A chat template with its tokenizer. `template` is Jinja as Hugging Face writes it; None is `chatml`.
 
   `eot` is the token that ends an assistant turn; by default the first special token that the template writes after an
   assistant's words. With `tool_format="plain"` the template is not given the tools: a small model knows them from
@@ -65,14 +82,15 @@ class Chat:
     if self.tool_format not in TOOL_FORMATS:
       raise ValueError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, got {self.tool_format!r}")
     if self.template is None:
-      object.__setattr__(self, "template", CHATML)
+      object.__setattr__(self, "template", chatml(self.tool_format))
     tail = self._tail((), "")
     match = self.tokenizer.special_pattern().search(tail)
     eot = self.eot if self.eot is not None else match and self.tokenizer.special[match["token"]]
     if eot is None or self.tokenizer.token(eot) not in self.tokenizer.special or self.tokenizer.token(eot) not in tail:
+      special = ", ".join(self.tokenizer.special) or "none"
       raise ValueError(
         f"the chat template must end an assistant turn with a special token of the tokenizer (eot={self.eot}); after"
-        f" the assistant's words it writes {tail[:60]!r}, special tokens are {', '.join(self.tokenizer.special) or 'none'}"
+        f" the assistant's words it writes {tail[:60]!r}; special tokens: {special}"
       )
     object.__setattr__(self, "eot", eot)
 
@@ -122,7 +140,8 @@ class Chat:
 
   def _words(self, message: Message) -> str:
     calls = [_call(call) for call in message.get("tool_calls") or ()]
-    return (message.get("content") or "") + write_calls(calls, self.tool_format)
+    parts = (message.get("content") or "", write_calls(calls, self.tool_format))
+    return "\n".join(part for part in parts if part)
 
   def _tail(self, messages: Sequence[Message], guard: str) -> str:
     """What the template writes after the words of an assistant turn that `messages` follow."""
@@ -245,8 +264,8 @@ def parse(text: str, tool_format: str) -> list[ToolCall | Malformed]:
 
 
 def write_calls(calls: Iterable[ToolCall], tool_format: str) -> str:
-  """Calls as a model writes them: `parse` gives them back."""
-  return "".join(_WRITERS[tool_format](call) for call in calls)
+  """Calls as a model writes them, a line break between two; `parse` gives them back."""
+  return "\n".join(_WRITERS[tool_format](call) for call in calls)
 
 
 _TOOL_CALL = re.compile(r"<tool_call>(?P<body>.*?)</tool_call>|<tool_call>|</tool_call>", re.DOTALL)

@@ -52,7 +52,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """`path` in the tree, `name` in a checkpoint (`{layer}` and `{expert}` to be filled in) and the shape stored there."""
+  """`path` in the tree, `name` in a checkpoint (`{layer}` and `{expert}` to be filled in), and the shape there."""
 
   path: tuple[str, ...]
   name: str
