@@ -1,0 +1,125 @@
+"""From a configuration to what a run is made of: policy, chat, tasks, method, optimizer, mesh, engine."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+from jaxagent.config import Config
+from jaxagent.envs.base import Tasks
+from jaxagent.envs.importing import attribute
+from jaxagent.envs.registry import resolve
+from jaxagent.methods import PRESETS, Method
+from jaxagent.models.chat import Chat
+from jaxagent.models.config import DecoderConfig
+from jaxagent.models.decoder import decoder_policy
+from jaxagent.models.loading import load
+from jaxagent.models.policy import Policy
+from jaxagent.models.tokenizer import byte_tokenizer, load_tokenizer
+from jaxagent.sampling.engine import Engine
+from jaxagent.training.optimizer import make_optimizer
+from jaxagent.training.sharding import check_rows, make_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What a run is made of. `params` are the first ones, on the host or uncommitted."""
+
+  policy: Policy
+  params: Any
+  chat: Chat
+  tasks: Tasks
+  method: Method
+  tx: optax.GradientTransformation
+  mesh: jax.sharding.Mesh
+
+
+def build(
+  config: Config,
+  *,
+  method: Method | None = None,
+  env: Tasks | None = None,
+  tx: optax.GradientTransformation | None = None,
+) -> Parts:
+  """Everything the config names; an argument replaces its section. ValueErrors say which key to change."""
+  mesh = make_mesh(config.mesh)
+  check_rows(config.training.microbatch_rows, mesh)
+  policy, params, chat = build_model(config)
+  return Parts(
+    policy=policy,
+    params=params,
+    chat=chat,
+    tasks=env if env is not None else resolve(config.env),
+    method=method if method is not None else build_method(config),
+    tx=tx if tx is not None else make_optimizer(config.optimizer, updates=total_updates(config)),
+    mesh=mesh,
+  )
+
+
+def build_model(config: Config) -> tuple[Policy, Any, Chat]:
+  """Policy, parameters and chat: loaded from `model.path`, or initialised from `model.shape` and the run's seed."""
+  model = config.model
+  if model.path is not None:
+    if model.shape:
+      raise ValueError(f"model.shape is for a new model, but model.path {model.path!r} brings its own; drop one of them")
+    loaded = load(model.path, dtype=model.dtype, remat=model.remat, tokenizer=model.tokenizer)
+    chat = Chat(loaded.tokenizer, loaded.chat_template, model.tool_format)
+    return decoder_policy(loaded.config), loaded.params, chat
+  tokenizer = byte_tokenizer() if model.tokenizer in (None, "bytes") else load_tokenizer(model.tokenizer)
+  known = {f.name for f in dataclasses.fields(DecoderConfig)} - {"dtype", "remat"}
+  if unknown := set(model.shape) - known:
+    raise ValueError(f"model.shape has no key {sorted(unknown)[0]!r}; it takes {', '.join(sorted(known))}")
+  shape = {"vocab_size": tokenizer.vocab_size, **model.shape}
+  if shape["vocab_size"] < tokenizer.vocab_size:
+    raise ValueError(
+      f"model.shape.vocab_size is {shape['vocab_size']} but the tokenizer has {tokenizer.vocab_size} tokens; leave it out"
+    )
+  policy = decoder_policy(DecoderConfig(**shape, dtype=model.dtype, remat=model.remat))
+  params = jax.jit(policy.init)(jax.random.fold_in(jax.random.key(config.seed), 0))
+  return policy, params, Chat(tokenizer, tool_format=model.tool_format)
+
+
+def build_method(config: Config) -> Method:
+  """A preset, or a Method (or a function that returns one) by `my_package.module:name`."""
+  name, options = config.method.name, config.method.options
+  if ":" in name:
+    found = attribute(name, what="method.name")
+  elif name in PRESETS:
+    found = PRESETS[name]
+  else:
+    raise ValueError(f"method.name {name!r} is no preset; presets are {', '.join(sorted(PRESETS))}, or my_module:my_method")
+  if isinstance(found, Method):
+    if options:
+      raise ValueError(f"method {name} takes no options, got {', '.join(options)}; a preset that takes some is a function")
+    return found
+  try:
+    made = found(**options)
+  except TypeError as error:
+    raise ValueError(f"method.options: {error}") from error
+  if not isinstance(made, Method):
+    raise ValueError(f"method.name {name} gave a {type(made).__name__}, not a jaxagent.methods.Method")
+  return made
+
+
+def build_engine(config: Config, parts: Parts, params: Any, *, version: int = 0) -> Engine:
+  return Engine(
+    parts.policy,
+    params,
+    tokenizer=parts.chat.tokenizer,
+    mesh=parts.mesh,
+    slots=config.rollout.slots,
+    capacity=config.rollout.max_tokens,
+    seed=config.seed,
+    version=version,
+  )
+
+
+def updates_per_step(config: Config) -> int:
+  return config.training.epochs * config.training.minibatches
+
+
+def total_updates(config: Config) -> int:
+  return config.run.steps * updates_per_step(config)
+
+

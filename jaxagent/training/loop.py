@@ -1,0 +1,359 @@
+"""The loop: sample, score, update, log, checkpoint; exact resume.
+
+It knows no tracker and no evaluation: those are callbacks in `Hooks`. Everything random is folded from the run's seed
+by name and index, so the state after step k is a function of the configuration and k.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxagent.config import Config, Optimizer
+from jaxagent.envs.base import Tasks
+from jaxagent.methods import Method, Prepared, minibatches, plain, prepare, sft
+from jaxagent.methods.objective import slot_parameters
+from jaxagent.rollout.batch import demonstrations_batch, to_rollouts
+from jaxagent.rollout.collect import collect
+from jaxagent.rollout.episode import Limits
+from jaxagent.rollout.packing import PackPlan, pack, unpack
+from jaxagent.sampling.engine import Engine
+from jaxagent.sampling.request import Sampling
+from jaxagent.training.build import Parts, build_engine, updates_per_step
+from jaxagent.training.interrupt import Interrupt, Interrupted
+from jaxagent.training.loss import sampler_gap
+from jaxagent.training.optimizer import make_optimizer
+from jaxagent.training.phases import Phases, out_of_memory_named
+from jaxagent.training.sharding import param_shardings, shard_params
+from jaxagent.training.step import TrainState, init_state, make_scorer, make_train_step, state_shardings
+from jaxagent.types import Rollouts, TokenBatch, Trajectory, pytree
+
+ROLLOUT, MINIBATCH = 1, 2  # streams of the run's key
+
+
+@pytree
+class RunState:
+  """All that a checkpoint holds beside the step: `reference` is there iff the method reads logp_ref."""
+
+  train: TrainState
+  reference: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+  """What the loop tells the outside. `record` gets one metrics record a step; `rollouts` each batch, to look at again;
+  `evaluate(engine) -> metrics` runs on held-out tasks; `checkpointer` saves and restores; `warn` tells a person."""
+
+  record: Callable[[dict[str, Any]], None] = lambda record: None
+  rollouts: Callable[[int, Rollouts, list[Trajectory]], Any] = lambda step, rollouts, trajectories: None
+  dump: Callable[[int, Rollouts, list[Trajectory]], Any] = lambda step, rollouts, trajectories: None
+  evaluate: Callable[[Engine], dict[str, float]] | None = None
+  checkpointer: Any = None
+  warn: Callable[[str], None] = warnings.warn
+  profile: Callable[[int], Any] | None = None  # step -> context manager around it
+
+
+class NonFinite(RuntimeError):
+  """Loss or gradient was NaN or infinite: nothing was applied, and the batch is kept where the message says."""
+
+
+def train(config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool = False) -> RunState:  # noqa: B008
+  """Runs `config.run.steps` steps and returns the state. With `resume`, goes on from the checkpointer's newest state.
+
+  `Interrupted` (a KeyboardInterrupt) is raised after a SIGINT or SIGTERM, once the last finished step is saved.
+  """
+  check_method(config, parts)
+  with Interrupt() as interrupt:
+    state, start = restore(config, parts, hooks) if resume else warm_start(config, parts, hooks, interrupt)
+    engine = build_engine(config, parts, state.train.params, version=start)
+    update = Update(config, parts)
+    draws = itertools.islice(batches(parts.tasks, config.rollout.prompts, seed=config.seed), start, None)
+    try:
+      if start == 0:
+        _evaluate(hooks, interrupt, engine, 0)
+      for step in range(start, config.run.steps):
+        with _profiled(hooks, step):
+          state, record = _step(config, parts, hooks, interrupt, engine, update, state, step, next(draws))
+        done = step + 1
+        hooks.record({"step": done, "phase": "train", **record})
+        if done % config.run.checkpoint_every == 0 or done == config.run.steps:
+          _save(hooks, state, done)
+        interrupt.check()
+        if done == config.run.steps or (config.evaluation.every and done % config.evaluation.every == 0):
+          _evaluate(hooks, interrupt, engine, done)
+    except Interrupted:
+      _save(hooks, state, int(engine.version))
+      raise
+    finally:
+      if hooks.checkpointer is not None:
+        hooks.checkpointer.wait()
+  return state
+
+
+def check_method(config: Config, parts: Parts) -> None:
+  """What a method cannot do under this config, before anything runs."""
+  provided = {"logp_old", "logp_ref", "entropy", "version", *parts.method.columns}
+  if parts.policy.config is not None and getattr(parts.policy.config, "experts", 0):
+    provided.add("routing")
+  if absent := sorted(parts.method.needs - provided):
+    raise ValueError(f"the method reads {', '.join(absent)}, which this loop does not provide; choose another method")
+  truncating = sampling_rules(config).truncates
+  if truncating and any("logp_rollout" in names for names in _weights_read(parts.method)):
+    raise ValueError(
+      "the method corrects by logp_rollout, but rollout.top_k, top_p or min_p draw from a truncated distribution, where the"
+      " correction is biased; sample the whole distribution, or correct by the column logp_sampled"
+    )
+
+
+def _weights_read(method: Method) -> list[set[str]]:
+  return [set(slot_parameters(slot)) for slot in (*method.objective.weight, *method.objective.keep)]
+
+
+def sampling_rules(config: Config) -> Sampling:
+  r = config.rollout
+  return Sampling(
+    temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p, max_tokens=r.max_turn_tokens, stop=r.stop
+  )
+
+
+def limits(config: Config) -> Limits:
+  return Limits(max_turns=config.rollout.max_turns, max_tokens=config.rollout.max_tokens)
+
+
+def batches(tasks: Tasks, prompts: int, *, seed: int) -> Iterator[list[int]]:
+  """Indices of the tasks of each step, for ever. A finite set is shuffled anew each epoch; no batch has a task twice."""
+  size = tasks.size("train")
+  if size is None:
+    yield from (list(range(start, start + prompts)) for start in itertools.count(0, prompts))
+    return
+  if size < prompts:
+    raise ValueError(f"the train split has {size} tasks but rollout.prompts is {prompts}; lower rollout.prompts")
+  queue: list[int] = []
+  for epoch in itertools.count():
+    order = np.random.default_rng([seed, epoch]).permutation(size).tolist()
+    left = set(queue)
+    queue += [i for i in order if i not in left] + [i for i in order if i in left]
+    while len(queue) >= prompts:
+      yield queue[:prompts]
+      queue = queue[prompts:]
+
+
+class Update:
+  """The compiled passes of a run, and one batch of rollouts through them."""
+
+  def __init__(self, config: Config, parts: Parts):
+    self.config, self.parts = config, parts
+    chunk = config.training.logprob_chunk
+    self.step = make_train_step(parts.policy, parts.method, parts.tx, mesh=parts.mesh, chunk=chunk)
+    self.scorer = make_scorer(parts.policy, mesh=parts.mesh, chunk=chunk)
+    self.prepare = jax.jit(lambda rollouts, subset: prepare(parts.method, rollouts, minibatch=subset))
+
+  def __call__(self, state: RunState, rollouts: Rollouts, *, key, phases: Phases) -> tuple[RunState, dict[str, Any]]:
+    """All updates on one batch; the metrics are means over them, the sampler's gap is that before the first."""
+    prepare(self.parts.method, rollouts)  # concrete: values are checked here
+    several = updates_per_step(self.config) > 1
+    with phases("score"):
+      needs = self.parts.method.needs
+      if several or "logp_old" in needs:
+        rollouts = dataclasses.replace(rollouts, logp_old=self.score(state.train.params, rollouts))
+      if "logp_ref" in needs:
+        rollouts = dataclasses.replace(rollouts, logp_ref=self.score(state.reference, rollouts, replay=False))
+    train, records = state.train, []
+    with phases("update"):
+      for subset in self.subsets(rollouts, key):
+        batch, plan = self.pack(self.prepare(rollouts, subset))
+        train, metrics = self.step(train, batch, plan.microbatches)
+        records.append({**jax.device_get(metrics), "packing/efficiency": plan.efficiency})
+        if records[-1]["nonfinite"]:
+          break
+    record = {k: float(np.mean([r[k] for r in records])) for k in records[0]}
+    record["tokens"] = float(np.sum([r["tokens"] for r in records]))
+    record["nonfinite"] = float(np.max([r["nonfinite"] for r in records]))
+    first = {k: float(records[0][k]) for k in ("kl/rollout_train", "logp_gap/mean", "logp_gap/max")}
+    if rollouts.logp_old is not None:
+      mask = rollouts.mask & rollouts.valid[:, None]
+      first = {k: float(v) for k, v in sampler_gap(rollouts.logp_old, rollouts.logp_rollout, mask).items()}
+    return dataclasses.replace(state, train=train), {**record, **first}
+
+  def subsets(self, rollouts: Rollouts, key) -> Iterator[Any]:
+    """Logical rollouts of each update: `minibatches` disjoint parts in each of `epochs` passes; None is all of them."""
+    count = self.config.training.minibatches
+    for epoch in range(self.config.training.epochs):
+      yield from [None] if count == 1 else minibatches(rollouts, count, key=jax.random.fold_in(key, epoch))
+
+  def score(self, params: Any, rollouts: Rollouts, *, replay: bool = True) -> np.ndarray:
+    batch, plan = self.pack(plain(rollouts if replay else dataclasses.replace(rollouts, routing=None)))
+    return unpack(jax.device_get(self.scorer(params, batch, plan.microbatches).logp), plan)
+
+  def pack(self, prepared: Prepared) -> tuple[TokenBatch, PackPlan]:
+    t = self.config.training
+    return pack(prepared, row_tokens=t.row_tokens or self.config.rollout.max_tokens, rows=t.microbatch_rows)
+
+
+def _step(config, parts, hooks, interrupt, engine, update, state, step, indices):
+  phases, key = Phases(), jax.random.fold_in(jax.random.key(config.seed), step)
+  with phases("rollout"), interrupt.allowed():
+    trajectories = collect(
+      engine, parts.chat, parts.tasks, split="train", indices=indices, samples=config.rollout.samples,
+      sampling=sampling_rules(config), limits=limits(config), key=jax.random.fold_in(key, ROLLOUT),
+    )  # fmt: skip
+    rollouts = as_batch(config, parts, trajectories)
+  hooks.rollouts(step + 1, rollouts, trajectories)
+  state, record = update(state, rollouts, key=jax.random.fold_in(key, MINIBATCH), phases=phases)
+  if record["nonfinite"]:
+    kept = hooks.dump(step + 1, rollouts, trajectories)
+    raise NonFinite(
+      f"step {step + 1}: loss or gradient is not finite, the update was not applied; the batch is kept in {kept}"
+    )
+  with phases("load"):
+    engine.load(state.train.params, version=step + 1)
+  seconds = phases.seconds
+  record |= rollout_metrics(rollouts, trajectories)
+  record["tokens_per_second/rollout"] = record["rollouts/sampled_tokens"] / seconds["rollout"]
+  record["tokens_per_second/update"] = record["tokens"] / (seconds["update"] + seconds["score"])
+  record |= phases.metrics() | {"time/step": sum(seconds.values())}
+  if record["logp_gap/max"] > config.tracking.gap_warning:
+    hooks.warn(
+      f"step {step + 1}: sampler and trainer differ by {record['logp_gap/max']:.3g} nats on a token"
+      f" (tracking.gap_warning is {config.tracking.gap_warning})"
+    )
+  return state, record
+
+
+def as_batch(config: Config, parts: Parts, trajectories: list[Trajectory]) -> Rollouts:
+  return to_rollouts(
+    trajectories,
+    tokens=config.rollout.max_tokens,
+    turns=config.rollout.max_turns,
+    routing=bool(getattr(parts.policy.config, "experts", 0)) and config.rollout.replay_routing,
+    multiple=config.rollout.prompts * config.rollout.samples,
+  )
+
+
+def rollout_metrics(rollouts: Rollouts, trajectories: list[Trajectory]) -> dict[str, float]:
+  """Of the logical rollouts: each counts once. `groups/equal_reward_share`: groups whose rewards cannot be told apart."""
+  logical = {t.rollout: t for t in reversed(trajectories)}.values()
+  valid = [t for t in logical if t.status != "failed"]
+  outcome = np.array([t.outcome for t in valid])
+  n = max(len(valid), 1)
+  groups: dict[int, list[float]] = {}
+  reward = np.asarray(rollouts.reward)
+  row = {t.rollout: i for i, t in reversed(list(enumerate(trajectories)))}
+  for t in valid:
+    groups.setdefault(t.group, []).append(float(reward[row[t.rollout]]))
+  equal = [max(g) - min(g) <= 1e-6 * max(1.0, *map(abs, g)) for g in groups.values()]
+  sampled = float(sum(sum(t.action) for t in trajectories))
+  return {
+    "reward/mean": float(np.mean([reward[row[t.rollout]] for t in valid])) if valid else float("nan"),
+    "success/mean": float((outcome >= 1 - 1e-6).mean()) if valid else float("nan"),
+    "groups/equal_reward_share": float(np.mean(equal)) if equal else float("nan"),
+    "rollouts/valid": float(len(valid)),
+    "rollouts/failed": float(len(logical) - len(valid)),
+    "rollouts/truncated": sum(t.status == "truncated" for t in valid) / n,
+    "rollouts/without_action": float(sum(not any(t.action) for t in valid)),
+    "rollouts/turns": sum(t.turns for t in valid) / n,
+    "rollouts/tokens": sum(len(t.tokens) for t in valid) / n,
+    "rollouts/sampled_tokens": sampled,
+  }
+
+
+def warm_start(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) -> tuple[RunState, int]:
+  """The state before step 0: supervised on demonstrations if `sft.steps`, saved as checkpoint 0."""
+  params = parts.params
+  if config.sft.steps:
+    params = supervise(config, parts, hooks, interrupt)
+  train = init_state(parts.policy, parts.method, parts.tx, params, mesh=parts.mesh)
+  reference = None
+  if "logp_ref" in parts.method.needs:
+    reference = shard_params(params, parts.policy.axes, mesh=parts.mesh)
+  state = RunState(train, reference)
+  if config.sft.steps:
+    _save(hooks, state, 0)
+  return state, 0
+
+
+def supervise(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) -> Any:
+  """Parameters after `sft.steps` steps on generated demonstrations, or earlier at a held-out success of `sft.stop_at`."""
+  if not hasattr(parts.tasks, "demonstration"):
+    raise ValueError(f"sft.steps is {config.sft.steps}, but env {config.env.name} has no demonstrations; set sft.steps to 0")
+  c = config.sft
+  tx = make_optimizer(Optimizer(learning_rate=c.learning_rate, warmup=min(20, c.steps // 10)), updates=c.steps)
+  state = init_state(parts.policy, sft, tx, parts.params, mesh=parts.mesh)
+  step_fn = make_train_step(parts.policy, sft, tx, mesh=parts.mesh, chunk=config.training.logprob_chunk)
+  run = jax.jit(lambda rollouts: prepare(sft, rollouts))
+  engine = build_engine(config, parts, state.params) if c.stop_at is not None else None
+  for step in range(c.steps):
+    phases = Phases()
+    with phases("sft"):
+      indices = range(step * c.batch, (step + 1) * c.batch)
+      rollouts = demonstrations_batch(parts.tasks, parts.chat, indices, tokens=config.rollout.max_tokens)
+      batch, plan = pack(
+        run(rollouts),
+        row_tokens=config.training.row_tokens or config.rollout.max_tokens,
+        rows=config.training.microbatch_rows,
+      )
+      state, metrics = step_fn(state, batch, plan.microbatches)
+      metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
+    if metrics["nonfinite"]:
+      raise NonFinite(f"sft step {step + 1}: loss or gradient is not finite; lower sft.learning_rate")
+    done = step + 1
+    hooks.record({"step": done, "phase": "sft", **{k: metrics[k] for k in ("loss", "grad_norm", "tokens")}, **phases.metrics()})
+    interrupt.check()
+    if engine is not None and hooks.evaluate is not None and (done % c.eval_every == 0) and done < c.steps:
+      engine.load(state.params, version=done)
+      with interrupt.allowed():
+        measured = hooks.evaluate(engine)
+      hooks.record({"step": done, "phase": "sft", **measured})
+      if measured["eval/success"] >= c.stop_at:
+        break
+  return state.params
+
+
+def abstract_state(parts: Parts) -> RunState:
+  """Shapes and shardings of the state: the target of a restore."""
+  shapes = jax.eval_shape(parts.policy.init, jax.random.key(0))
+  placed = state_shardings(parts.policy, parts.method, parts.tx, shapes, mesh=parts.mesh)
+  trackers = tuple(t.init() for t in parts.method.trackers)
+  leaves = jax.eval_shape(
+    lambda p: TrainState(p, parts.tx.init(p), np.zeros((), np.int32), trackers), shapes
+  )  # fmt: skip
+  train = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), leaves, placed)
+  if "logp_ref" not in parts.method.needs:
+    return RunState(train)
+  where = param_shardings(parts.policy.axes, shapes, mesh=parts.mesh)
+  reference = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
+  return RunState(train, reference)
+
+
+def restore(config: Config, parts: Parts, hooks: Hooks) -> tuple[RunState, int]:
+  if hooks.checkpointer is None:
+    raise ValueError("resume needs a checkpointer")
+  restored = hooks.checkpointer.restore(abstract_state(parts))
+  return restored.state, restored.step
+
+
+def _save(hooks: Hooks, state: RunState, step: int) -> None:
+  if hooks.checkpointer is None:
+    return
+  with out_of_memory_named("checkpoint"):
+    hooks.checkpointer.wait()
+    if hooks.checkpointer.latest() != step:
+      hooks.checkpointer.save(step, state, {"step": step})
+
+
+def _evaluate(hooks: Hooks, interrupt: Interrupt, engine: Engine, step: int) -> None:
+  if hooks.evaluate is None:
+    return
+  phases = Phases()
+  with phases("eval"), interrupt.allowed():
+    measured = hooks.evaluate(engine)
+  hooks.record({"step": step, "phase": "eval", **measured, **phases.metrics()})
+
+
+def _profiled(hooks: Hooks, step: int):
+  return hooks.profile(step + 1) if hooks.profile is not None else contextlib.nullcontext()
