@@ -55,9 +55,15 @@ async def run_episode(
   that the environment gave; "failed", with `cause`, when the environment raised, overran its time, or said so.
   `sampling.max_tokens` bounds a turn; `chat.eot` always ends one. The key of an agent's session is (key, agent).
 
-  ValueError: a prompt that leaves no room to act; a tool format that is not the chat's. The engine's errors are raised.
+  ValueError: limits beyond the engine's capacity; a prompt that leaves no room to act; a tool format that is not the
+  chat's. The engine's errors are raised.
   """
   record = Trajectory(task, group, rollout, env=env, temperature=sampling.temperature)
+  if limits.max_tokens > engine.capacity:
+    raise ValueError(
+      f"rollout.max_tokens={limits.max_tokens} is more than the engine's capacity of {engine.capacity}; give the engine"
+      " that capacity, or lower rollout.max_tokens"
+    )
   play = _Play(engine, chat, sampling, limits, key, record, _parser(chat, environment))
   call = _Calls(environment, limits.timeout)
   try:

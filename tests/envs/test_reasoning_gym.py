@@ -1,0 +1,92 @@
+import asyncio
+import sys
+
+import pytest
+
+from jaxagent.envs.base import Action
+from jaxagent.envs.reasoning_gym import EXTRACT, ReasoningGym
+
+SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+@pytest.mark.parametrize(
+  "how, text, answer",
+  [
+    ("tags", "so <answer> 12 </answer>.", "12"), ("tags", "<answer>1</answer> no, <answer>2</answer>", "2"),
+    ("tags", "12", None), ("tags", "<answer>12", None), ("last_number", "12 + 30 = 42.", "42"),
+    ("last_number", "it is -3", "-3"), ("last_number", "5-3", "3"), ("last_number", "1,234.5 !", "1234.5"),
+    ("last_number", "none", None), ("text", " a b ", "a b"), ("text", "  ", None),
+  ],
+)  # fmt: skip
+def test_extraction(how, text, answer):
+  assert EXTRACT[how](text) == answer
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+  with pytest.raises(ValueError, match=r"pip install 'jaxagent\[envs\]'"):
+    ReasoningGym()
+
+
+@pytest.mark.parametrize(
+  "option", [{"answer": "x"}, {"size_per_split": 0}, {"held_out": 1.0}, {"options": {"seed": 1}}]
+)
+def test_wrong_options(option):
+  with pytest.raises(ValueError, match="reasoning_gym: "):
+    ReasoningGym(**option)
+
+
+class TestWithPackage:
+  @pytest.fixture(autouse=True)
+  def package(self):
+    pytest.importorskip("reasoning_gym")
+
+  def outcome(self, text, **options):
+    async def run():
+      environment, seed = ReasoningGym(**options).environment("train", 3)
+      await environment.reset(seed)
+      first = await environment.step({0: Action("")})
+      return await environment.step({0: Action(text.replace("RIGHT", str(first.info["expected"])))})
+
+    return asyncio.run(run())
+
+  @pytest.mark.parametrize(
+    "text, outcome",
+    [("<answer>RIGHT</answer>", 1), ("x <answer>RIGHT</answer> y", 1), ("RIGHT", 0), ("<answer>RIGHT1</answer>", 0)],
+  )
+  def test_outcome_is_binary_and_of_the_extracted_answer(self, text, outcome):
+    step = self.outcome(text, options=SMALL)
+    assert step.status == "done" and step.outcome == outcome
+
+  def test_partial_marks_are_no_success(self):
+    step = self.outcome("<answer>RIGHT and more</answer>", dataset="letter_counting")
+    assert 0 < step.info["score"] < 1 and step.outcome == 0
+
+  def test_splits_share_neither_questions_nor_seeds(self):
+    tasks = ReasoningGym(options=SMALL)
+
+    def draw(split, n):
+      found = {}
+      for i in range(n):
+        environment, seed = tasks.environment(split, i)
+        found[seed] = asyncio.run(environment.reset(seed))[0].messages[-1]["content"]
+      return found
+
+    train, held = draw("train", 400), draw("eval", 100)
+    assert not set(train) & set(held) and not set(train.values()) & set(held.values())
+    assert len(set(held.values())) > 15 and tasks.size("eval") == 10_000
+    assert draw("eval", 100) == held
+
+  def test_a_generator_with_too_few_questions_says_so(self):
+    tasks = ReasoningGym(options=SMALL, size_per_split=1)
+    with pytest.raises(ValueError, match="too few different"):
+      for split in ("train", "eval"):
+        tasks.environment(split, 0)
+
+  def test_an_unknown_generator_names_the_nearest(self):
+    with pytest.raises(ValueError, match="did you mean 'chain_sum'"):
+      ReasoningGym(dataset="chain_sums")
+
+  def test_an_unknown_option_lists_the_known_ones(self):
+    with pytest.raises(ValueError, match="min_terms"):
+      ReasoningGym(options={"terms": 2})

@@ -1,0 +1,153 @@
+import asyncio
+import random
+
+import jax
+import pytest
+from scripted import ScriptedEngine
+
+from jaxagent.envs.base import Observation, Step
+from jaxagent.envs.calculator import Calculator
+from jaxagent.models.chat import Chat
+from jaxagent.models.tokenizer import byte_tokenizer
+from jaxagent.rollout.collect import collect, collect_async
+from jaxagent.rollout.episode import Limits
+from jaxagent.sampling.request import Sampling
+
+CHAT = Chat(byte_tokenizer())
+
+
+def unsure(text, rng):
+  """Calls the tool, sometimes wrongly, then gives the result, sometimes wrongly."""
+  last = text.rsplit("<|im_start|>", 2)[-2]
+  role, _, body = last.partition("\n")
+  body = body.removesuffix("<|im_end|>\n")
+  wrong = rng.random() < 0.3
+  return f"<calc>{body}{'+' * wrong}</calc>" if role == "user" else body + "1" * wrong
+
+
+class Flaky(Calculator):
+  """Every third episode breaks; environments answer after a random while."""
+
+  def environment(self, split, index):
+    environment, seed = super().environment(split, index)
+    step = environment.step
+
+    async def slow(actions):
+      await asyncio.sleep(0.02 * random.random())
+      if index % 3 == 2:
+        raise ConnectionError("gone")
+      return await step(actions)
+
+    environment.step = slow
+    return environment, seed
+
+
+def run(indices, samples=2, *, tasks=None, key=0, delay=0.0, split="train", call=collect, **options):
+  engine = ScriptedEngine(CHAT.tokenizer, CHAT.eot, unsure, delay=delay)
+  trajectories = call(
+    engine, CHAT, tasks or Calculator(), split=split, indices=indices, samples=samples, key=jax.random.key(key),
+    sampling=Sampling(max_tokens=40), limits=Limits(max_tokens=300), **options,
+  )  # fmt: skip
+  return trajectories, engine
+
+
+def told(trajectories):
+  return {(t.task, t.rollout - t.group * 2): (t.tokens, t.logp_rollout, t.status, t.outcome) for t in trajectories}
+
+
+def test_ids_are_dense_and_in_order():
+  trajectories, engine = run([4, 9, 1], samples=2)
+  assert [(t.task, t.group, t.rollout) for t in trajectories] == [
+    (4, 0, 0), (4, 0, 1), (9, 1, 2), (9, 1, 3), (1, 2, 4), (1, 2, 5),
+  ]  # fmt: skip
+  assert engine.most == 6 and engine.participants == 0 and all(s.closed for s in engine.sessions)
+  assert {t.outcome for t in run(range(8))[0]} == {0.0, 1.0}
+
+
+def test_samples_of_a_task_and_calls_with_other_keys_differ():
+  one, two = run([5], samples=8)[0], run([5], samples=8, key=1)[0]
+  assert len({tuple(t.logp_rollout) for t in one + two}) == 16
+
+
+def test_results_do_not_depend_on_order_company_or_timing():
+  quick = told(run([0, 1, 3, 4])[0])
+  slow = told(run([4, 0, 3, 1, 7], delay=0.03)[0])
+  assert all(slow[k] == quick[k] for k in quick) and len(quick) == 8
+  again = told(run([0, 1, 3, 4], tasks=Flaky(), delay=0.03, lockstep=False)[0])
+  assert again == quick
+
+
+def test_a_broken_environment_leaves_the_others_alone():
+  healthy, broken = told(run(range(6))[0]), told(run(range(6), tasks=Flaky())[0])
+  failed = {k for k, v in broken.items() if v[2] == "failed"}
+  assert {task for task, _ in failed} == {2, 5} and len(failed) == 4
+  assert all(broken[k] == healthy[k] for k in set(healthy) - failed)
+
+
+def test_splits_have_their_own_problems():
+  a, b = run(range(20), 1)[0], run(range(20), 1, split="eval")[0]
+  assert not {t.transcript[0]["content"] for t in a} & {t.transcript[0]["content"] for t in b}
+
+
+def test_inside_a_running_loop():
+  async def notebook():
+    awaited, _ = run([1, 2], call=collect_async)
+    return await awaited, run([1, 2])[0]
+
+  awaited, blocking = asyncio.run(notebook())
+  assert told(awaited) == told(blocking) == told(run([1, 2])[0])
+
+
+def test_finished_hears_of_every_episode():
+  heard = []
+  trajectories, _ = run([1, 2], finished=heard.append)
+  assert sorted(t.rollout for episode in heard for t in episode) == [t.rollout for t in trajectories]
+
+
+def test_without_lockstep_nobody_waits_for_anybody():
+  assert run([1, 2], lockstep=False)[1].most == 0
+
+
+class Finite(Calculator):
+  def size(self, split):
+    return 3
+
+
+@pytest.mark.parametrize(
+  "indices, samples, message",
+  [([], 1, "no task indices"), ([1], 0, "samples"), ([1, 2, 1], 1, "1 is listed twice"), ([0, 3], 1, "has 3 tasks")],
+)
+def test_wrong_arguments(indices, samples, message):
+  with pytest.raises(ValueError, match=message):
+    run(indices, samples, tasks=Finite())
+
+
+def test_the_first_error_ends_all_episodes_and_closes_them():
+  closed = []
+
+  class Wide:
+    tool_format = None
+
+    def __init__(self, index):
+      self.index = index
+
+    async def reset(self, seed):
+      return {0: Observation(({"role": "user", "content": "x" * (400 if self.index == 2 else 1)},))}
+
+    async def step(self, actions):
+      await asyncio.sleep(3600)
+      return Step(status="done")
+
+    async def close(self):
+      closed.append(self.index)
+
+  class Tasks:
+    def size(self, split):
+      return None
+
+    def environment(self, split, index):
+      return Wide(index), 0
+
+  with pytest.raises(ValueError, match="prompt of task 2"):
+    run(range(4), 1, tasks=Tasks())
+  assert sorted(closed) == [0, 1, 2, 3]
