@@ -152,7 +152,8 @@ class Trajectory:
     n = len(ids)
     if not self.tokens:
       self.prefix_length = n
-    self._extend(ids, action=False, turn=-1, logp=np.zeros(n), sampled=np.zeros(n), version=[-1] * n, entropy=np.zeros(n))
+    zeros = np.zeros(n)
+    self._extend(ids, action=False, turn=-1, logp=zeros, sampled=zeros, version=[-1] * n, entropy=zeros)
 
   def append_action(self, completion: Completion) -> None:
     """Tokens that the policy sampled, as a new turn."""
@@ -208,7 +209,8 @@ def check(rollouts: Rollouts) -> Rollouts:
 
 
 PER_TOKEN = (
-  "tokens", "position", "mask", "turn", "logp_rollout", "version", "logp_old", "logp_ref", "entropy", "value", "routing",
+  "tokens", "position", "mask", "turn", "logp_rollout", "version", "logp_old", "logp_ref", "entropy", "value",
+  "routing",
 )  # fmt: skip
 
 
@@ -219,7 +221,8 @@ def _check_routing(rollouts: Rollouts) -> None:
   if len(bad):
     n, t = bad[0]
     raise ValueError(
-      f"routing is not recorded (-1) for token {t} of rollout {int(np.asarray(rollouts.rollout)[n])}, whose next token is an action;"
+      f"routing is not recorded (-1) for token {t} of rollout {int(np.asarray(rollouts.rollout)[n])}, whose next token is"
+      " an action;"
       " record the experts of every token that an action is predicted from, or set routing=None"
     )
 

@@ -62,7 +62,7 @@ def build_model(config: Config) -> tuple[Policy, Any, Chat]:
   model = config.model
   if model.path is not None:
     if model.shape:
-      raise ValueError(f"model.shape is for a new model, but model.path {model.path!r} brings its own; drop one of them")
+      raise ValueError(f"model.shape is for a new model, but model.path {model.path!r} brings its own; drop one")
     loaded = load(model.path, dtype=model.dtype, remat=model.remat, tokenizer=model.tokenizer)
     chat = Chat(loaded.tokenizer, loaded.chat_template, model.tool_format)
     return decoder_policy(loaded.config), loaded.params, chat
@@ -73,7 +73,7 @@ def build_model(config: Config) -> tuple[Policy, Any, Chat]:
   shape = {"vocab_size": tokenizer.vocab_size, **model.shape}
   if shape["vocab_size"] < tokenizer.vocab_size:
     raise ValueError(
-      f"model.shape.vocab_size is {shape['vocab_size']} but the tokenizer has {tokenizer.vocab_size} tokens; leave it out"
+      f"model.shape.vocab_size is {shape['vocab_size']}, less than the tokenizer's {tokenizer.vocab_size}; leave it out"
     )
   policy = decoder_policy(DecoderConfig(**shape, dtype=model.dtype, remat=model.remat))
   params = jax.jit(policy.init)(jax.random.fold_in(jax.random.key(config.seed), 0))
@@ -88,10 +88,11 @@ def build_method(config: Config) -> Method:
   elif name in PRESETS:
     found = PRESETS[name]
   else:
-    raise ValueError(f"method.name {name!r} is no preset; presets are {', '.join(sorted(PRESETS))}, or my_module:my_method")
+    known = ", ".join(sorted(PRESETS))
+    raise ValueError(f"method.name {name!r} is no preset; presets are {known}, or my_module:my_method")
   if isinstance(found, Method):
     if options:
-      raise ValueError(f"method {name} takes no options, got {', '.join(options)}; a preset that takes some is a function")
+      raise ValueError(f"method {name} takes no options, got {', '.join(options)}; presets that take some are functions")
     return found
   try:
     made = found(**options)

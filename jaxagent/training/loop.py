@@ -62,7 +62,7 @@ class NonFinite(RuntimeError):
   """Loss or gradient was NaN or infinite: nothing was applied, and the batch is kept where the message says."""
 
 
-def train(config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool = False) -> RunState:  # noqa: B008
+def train(config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool = False) -> RunState:
   """Runs `config.run.steps` steps and returns the state. With `resume`, goes on from the checkpointer's newest state.
 
   `Interrupted` (a KeyboardInterrupt) is raised after a SIGINT or SIGTERM, once the last finished step is saved.
@@ -105,8 +105,8 @@ def check_method(config: Config, parts: Parts) -> None:
   truncating = sampling_rules(config).truncates
   if truncating and any("logp_rollout" in names for names in _weights_read(parts.method)):
     raise ValueError(
-      "the method corrects by logp_rollout, but rollout.top_k, top_p or min_p draw from a truncated distribution, where the"
-      " correction is biased; sample the whole distribution, or correct by the column logp_sampled"
+      "the method corrects by logp_rollout, but rollout.top_k, top_p or min_p draw from a truncated distribution, where"
+      " the correction is biased; sample the whole distribution, or correct by the column logp_sampled"
     )
 
 
@@ -126,7 +126,7 @@ def limits(config: Config) -> Limits:
 
 
 def batches(tasks: Tasks, prompts: int, *, seed: int) -> Iterator[list[int]]:
-  """Indices of the tasks of each step, for ever. A finite set is shuffled anew each epoch; no batch has a task twice."""
+  """Task indices of each step, for ever. A finite set is shuffled anew each epoch; no batch has a task twice."""
   size = tasks.size("train")
   if size is None:
     yield from (list(range(start, start + prompts)) for start in itertools.count(0, prompts))
@@ -236,7 +236,7 @@ def as_batch(config: Config, parts: Parts, trajectories: list[Trajectory]) -> Ro
 
 
 def rollout_metrics(rollouts: Rollouts, trajectories: list[Trajectory]) -> dict[str, float]:
-  """Of the logical rollouts: each counts once. `groups/equal_reward_share`: groups whose rewards cannot be told apart."""
+  """Of the logical rollouts, each counted once. `groups/equal_reward_share`: groups whose rewards do not differ."""
   logical = {t.rollout: t for t in reversed(trajectories)}.values()
   valid = [t for t in logical if t.status != "failed"]
   outcome = np.array([t.outcome for t in valid])
@@ -278,9 +278,9 @@ def warm_start(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt)
 
 
 def supervise(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) -> Any:
-  """Parameters after `sft.steps` steps on generated demonstrations, or earlier at a held-out success of `sft.stop_at`."""
+  """Parameters after `sft.steps` steps on demonstrations, or earlier at a held-out success of `sft.stop_at`."""
   if not hasattr(parts.tasks, "demonstration"):
-    raise ValueError(f"sft.steps is {config.sft.steps}, but env {config.env.name} has no demonstrations; set sft.steps to 0")
+    raise ValueError(f"sft.steps is {config.sft.steps}, but env {config.env.name} has no demonstrations; set it to 0")
   c = config.sft
   tx = make_optimizer(Optimizer(learning_rate=c.learning_rate, warmup=min(20, c.steps // 10)), updates=c.steps)
   state = init_state(parts.policy, sft, tx, parts.params, mesh=parts.mesh)
@@ -302,7 +302,8 @@ def supervise(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) 
     if metrics["nonfinite"]:
       raise NonFinite(f"sft step {step + 1}: loss or gradient is not finite; lower sft.learning_rate")
     done = step + 1
-    hooks.record({"step": done, "phase": "sft", **{k: metrics[k] for k in ("loss", "grad_norm", "tokens")}, **phases.metrics()})
+    kept = {k: metrics[k] for k in ("loss", "grad_norm", "tokens")}
+    hooks.record({"step": done, "phase": "sft", **kept, **phases.metrics()})
     interrupt.check()
     if engine is not None and hooks.evaluate is not None and (done % c.eval_every == 0) and done < c.steps:
       engine.load(state.params, version=done)

@@ -45,5 +45,6 @@ def out_of_memory_named(phase: str) -> Iterator[None]:
     text = str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "Out of memory" in text:
       first = text.splitlines()[0] if text else type(error).__name__
-      raise OutOfMemory(f"out of memory in the {phase} phase; lower {KNOBS.get(phase, 'the batch')} ({first})") from error
+      knob = KNOBS.get(phase, "the batch")
+      raise OutOfMemory(f"out of memory in the {phase} phase; lower {knob} ({first})") from error
     raise
