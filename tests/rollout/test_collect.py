@@ -2,15 +2,21 @@ import asyncio
 import random
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from scripted import ScriptedEngine
 
 from jaxagent.envs.base import Observation, Step
 from jaxagent.envs.calculator import Calculator
 from jaxagent.models.chat import Chat
+from jaxagent.models.config import DecoderConfig
+from jaxagent.models.decoder import decoder_policy
 from jaxagent.models.tokenizer import byte_tokenizer
+from jaxagent.rollout.batch import to_rollouts
 from jaxagent.rollout.collect import collect, collect_async
 from jaxagent.rollout.episode import Limits
+from jaxagent.sampling.engine import Engine
 from jaxagent.sampling.request import Sampling
 
 CHAT = Chat(byte_tokenizer())
@@ -151,3 +157,63 @@ def test_the_first_error_ends_all_episodes_and_closes_them():
   with pytest.raises(ValueError, match="prompt of task 2"):
     run(range(4), 1, tasks=Tasks())
   assert sorted(closed) == [0, 1, 2, 3]
+
+
+class Chatter:
+  """Two lines, after a random while: what the model says plays no part."""
+
+  tool_format = None
+
+  def __init__(self, seed):
+    self.turns = 0
+
+  async def reset(self, seed):
+    return {0: Observation(({"role": "user", "content": str(seed)},))}
+
+  async def step(self, actions):
+    self.turns += 1
+    await asyncio.sleep(0.01 * random.random())
+    if self.turns == 2:
+      return Step(outcome=float(len(actions[0].text) % 2), status="done")
+    return Step({0: Observation(({"role": "user", "content": "and"},))})
+
+  async def close(self):
+    pass
+
+
+class Chats:
+  def size(self, split):
+    return None
+
+  def environment(self, split, index):
+    return Chatter(index), index
+
+
+MODELS = {
+  "dense": DecoderConfig(259, 32, 1, 2, mlp_width=32, init_scale=0.3),
+  "moe": DecoderConfig(259, 32, 2, 2, experts=4, experts_per_token=2, expert_width=16, init_scale=0.3),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_with_a_model_the_forward_pass_scores_what_was_sampled_and_timing_changes_nothing(model):
+  policy = decoder_policy(MODELS[model])
+  params = policy.init(jax.random.key(1))
+  engine = Engine(policy, params, tokenizer=CHAT.tokenizer, slots=4, capacity=96, steps_per_call=4)
+
+  def sample():
+    return collect(
+      engine, CHAT, Chats(), split="train", indices=[3, 5, 8], samples=2, sampling=Sampling(0.7, max_tokens=12),
+      limits=Limits(max_tokens=96), key=jax.random.key(2),
+    )  # fmt: skip
+
+  rows, again = sample(), sample()
+  assert [(t.tokens, t.logp_rollout, t.outcome) for t in rows] == [(t.tokens, t.logp_rollout, t.outcome) for t in again]
+  r = to_rollouts(rows, tokens=96, turns=2, routing=model == "moe")
+  segment = np.where(np.arange(96) < r.length[:, None], 0, -1)
+  routing = None if r.routing is None else jnp.asarray(r.routing)
+  hidden = jax.jit(policy.forward)(params, r.tokens, r.position, segment, routing=routing)
+  logp = jax.nn.log_softmax(policy.head(params, hidden.states) / 0.7)
+  scored = np.take_along_axis(np.asarray(logp)[:, :-1], r.tokens[:, 1:, None], 2)[..., 0]
+  gap = np.abs(scored - r.logp_rollout[:, 1:])[r.mask[:, 1:]]
+  assert r.mask.sum() > 60 and gap.max() < 2e-5
