@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -108,9 +109,7 @@ def _locate(path: str | Path) -> Path:
   if local.exists():
     raise ValueError(f"{path} is neither a model folder nor a .gguf file")
   if local.suffix == ".gguf" or not _HUB_NAME.fullmatch(str(path)):
-    raise FileNotFoundError(
-      f"no model at {path}; give a folder with config.json, a .gguf file or a hub name"
-    )
+    raise FileNotFoundError(f"no model at {path}; give a folder with config.json, a .gguf file or a hub name")
   import huggingface_hub
 
   try:
@@ -387,6 +386,11 @@ def _check_params(config: DecoderConfig, params: Params) -> None:
       got = "none"
     if got != want:
       raise ValueError(f"params[{'.'.join(place.path)}] must have shape {want}, got {got}")
+  known = {place.path for place in layout(config)}
+  for path, _ in jax.tree_util.tree_leaves_with_path(params):
+    keys = tuple(key.key for key in path)
+    if keys not in known:
+      raise ValueError(f"params[{'.'.join(keys)}] has no place in a {config.architecture} checkpoint")
 
 
 def _write_weights(directory: Path, config: DecoderConfig, params: Params, shard_bytes: int) -> None:

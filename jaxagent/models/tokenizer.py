@@ -131,9 +131,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
   folder = Path(folder)
   path = folder / "tokenizer.json"
   if not path.is_file():
-    raise ValueError(
-      f"{folder} has no tokenizer.json; save a fast tokenizer there, or set model.tokenizer"
-    )
+    raise ValueError(f"{folder} has no tokenizer.json; save a fast tokenizer there, or set model.tokenizer")
   try:
     inner = tokenizers.Tokenizer.from_file(str(path))
   except Exception as error:  # the library raises bare Exception
