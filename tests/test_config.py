@@ -171,4 +171,3 @@ def test_a_config_built_in_python_is_checked():
     check(dataclasses.replace(Config(), rollout=config.Rollout(samples=0)))
   with pytest.raises(ConfigError, match=r"rollout.prompts must be"):
     check(dataclasses.replace(Config(), rollout=config.Rollout(prompts="8")))
-
