@@ -9,6 +9,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from jaxagent.advantages import group_centered, group_relative, leave_one_out
 
 FUNCTIONS = [group_relative, group_centered, leave_one_out]
+JITTED = {f: jax.jit(f) for f in FUNCTIONS}
 
 GOLDEN = [  # worked by hand; group_relative with the population's standard deviation
   (group_relative, [1, 0, 0, 1], [0.999998, -0.999998, -0.999998, 0.999998]),
@@ -46,7 +47,7 @@ def by_loops(function, reward, group, valid, rollout):
 @st.composite
 def batches(draw):
   """Ragged groups in any order, branches that share their reward, invalid rows with NaN."""
-  n = draw(st.integers(1, 24))
+  n = draw(st.sampled_from([1, 5, 12]))
   ids = st.integers(0, n - 1)
   rollout = np.array(draw(st.lists(ids, min_size=n, max_size=n)))
   group = np.array(draw(st.lists(ids, min_size=n, max_size=n)))[rollout]
@@ -57,24 +58,25 @@ def batches(draw):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batch=batches(), seed=st.integers(0, 9))
 def test_equals_loops_and_permutes_with_the_batch(function, batch, seed):
   reward, group, valid, rollout = batch
-  out = np.asarray(function(reward, group, valid=valid, rollout=rollout))
+  f = JITTED[function]
+  out = np.asarray(f(reward, group, valid=valid, rollout=rollout))
   assert_allclose(out, by_loops(function, reward, group, valid, rollout), atol=3e-4, rtol=1e-5)
   assert (out[~valid] == 0).all()
   p = np.random.default_rng(seed).permutation(len(reward))
-  shuffled = function(reward[p], group[p], valid=valid[p], rollout=rollout[p])
+  shuffled = f(reward[p], group[p], valid=valid[p], rollout=rollout[p])
   assert_allclose(shuffled, out[p], atol=3e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 63])
-@pytest.mark.parametrize("value", [0.35, 0.1, 1 / 3, 1e-4, 1e6 + 0.1, 0.0])
-def test_equal_rewards_give_exactly_zero(function, size, value):
-  out = function(np.full(size, value, np.float32), np.zeros(size, int))
-  assert_array_equal(out, np.zeros(size))
+@pytest.mark.parametrize("size", [1, 3, 7, 64])
+def test_equal_rewards_give_exactly_zero(function, size):
+  for value in (0.35, 0.1, 1 / 3, 1e-4, 1e6 + 0.1, 0.0):
+    out = JITTED[function](np.full(size, value, np.float32), np.zeros(size, int))
+    assert_array_equal(out, np.zeros(size))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
