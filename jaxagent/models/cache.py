@@ -11,13 +11,14 @@ from jaxagent.types import pytree
 
 @pytree
 class Cache:
-  """Keys and values, one array per layer, in the dtype of the compute; `position` says what each slot holds, -1 nothing.
+  """Keys and values, one array per layer, in the dtype of the compute; `position` is what each slot holds, -1 nothing.
 
-  A query sees the slots with 0 <= position <= its own, so that a row may be rewound by extending it from an earlier
-  position, and is emptied by `reset_rows` without touching keys or values.
+  Keys are transposed, which halves the time of a decoding step's attention on a CPU. A query sees the slots with
+  0 <= position <= its own, so that a row may be rewound by extending it from an earlier position, and is emptied by
+  `reset_rows` without touching keys or values.
   """
 
-  keys: tuple[Float[Array, "rows K capacity d"], ...]
+  keys: tuple[Float[Array, "rows K d capacity"], ...]
   values: tuple[Float[Array, "rows K capacity d"], ...]
   position: Int[Array, "rows capacity"]
 
@@ -30,9 +31,12 @@ def empty(config: DecoderConfig, rows: int, capacity: int) -> Cache:
   """A cache of `rows` sequences of at most `capacity` tokens each, all slots empty."""
   if rows < 1 or capacity < 1:
     raise ValueError(f"a cache needs at least one row and one slot, got rows={rows} and capacity={capacity}")
-  shape = (rows, config.kv_heads, capacity, config.head_dim)
-  layers = [tuple(jnp.zeros(shape, config.dtype) for _ in range(config.layers)) for _ in range(2)]
-  return Cache(*layers, position=jnp.full((rows, capacity), -1, jnp.int32))
+  heads, d = config.kv_heads, config.head_dim
+  return Cache(
+    keys=tuple(jnp.zeros((rows, heads, d, capacity), config.dtype) for _ in range(config.layers)),
+    values=tuple(jnp.zeros((rows, heads, capacity, d), config.dtype) for _ in range(config.layers)),
+    position=jnp.full((rows, capacity), -1, jnp.int32),
+  )
 
 
 def reset_rows(cache: Cache, rows: Bool[Array, "rows"]) -> Cache:
@@ -41,13 +45,12 @@ def reset_rows(cache: Cache, rows: Bool[Array, "rows"]) -> Cache:
 
 
 def grow(cache: Cache, capacity: int) -> Cache:
-  """The same content with `capacity` slots a row: attention costs capacity, so a cache that grows in steps is cheaper."""
-  if capacity < cache.capacity:
-    raise ValueError(f"a cache of {cache.capacity} slots cannot shrink to {capacity}: tokens would be lost")
+  """The same content with `capacity` slots a row. A step costs its capacity: a cache that grows in steps is cheaper."""
   more = capacity - cache.capacity
-  widen = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0)))
+  if more < 0:
+    raise ValueError(f"a cache of {cache.capacity} slots cannot shrink to {capacity}: tokens would be lost")
   return Cache(
-    keys=tuple(map(widen, cache.keys)),
-    values=tuple(map(widen, cache.values)),
+    keys=tuple(jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, more))) for k in cache.keys),
+    values=tuple(jnp.pad(v, ((0, 0), (0, 0), (0, more), (0, 0))) for v in cache.values),
     position=jnp.pad(cache.position, ((0, 0), (0, more)), constant_values=-1),
   )

@@ -1,7 +1,7 @@
 """The built-in decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE shapes, with the arithmetic of `transformers`.
 
-Declared in Flax NNX and split once: parameters are a plain nested dict, `params["layers"]` stacked over layers. Training
-scans over the stack, decoding unrolls over what `prepare` unstacked.
+Declared in Flax NNX and split once: parameters are a plain nested dict, `params["layers"]` stacked over layers.
+Training scans over the stack, decoding unrolls over what `prepare` unstacked.
 """
 
 import functools
@@ -133,11 +133,13 @@ class Trunk(nnx.Module):
   """What is not in a layer."""
 
   def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-    table = lambda shape, axes: nnx.Param(jax.random.normal(rngs.params(), shape) * config.init_scale, axes=axes)
-    self.embed = table((config.vocab_size, config.width), ("vocab", "embed"))
-    self.final_norm = nnx.Param(jnp.ones(config.width), axes=("embed",))
-    if not config.tied:
-      self.head = table((config.width, config.vocab_size), ("embed", "vocab"))
+    c = config
+    embed = jax.random.normal(rngs.params(), (c.vocab_size, c.width))
+    self.embed = nnx.Param(embed * c.init_scale, axes=("vocab", "embed"))
+    self.final_norm = nnx.Param(jnp.ones(c.width), axes=("embed",))
+    if not c.tied:
+      head = jax.random.normal(rngs.params(), (c.width, c.vocab_size))
+      self.head = nnx.Param(head * c.init_scale, axes=("embed", "vocab"))
 
 
 def fuse(layer: Layer) -> Layer:
@@ -198,7 +200,7 @@ def forward(
   mask, seen = packed_mask(segment), (segment >= 0)[..., None]
 
   def attend(q, k, v):
-    read = attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask, config.dtype)
+    read = attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), mask, config.dtype)
     return jnp.where(seen, read, 0), None
 
   def step(x, layer):
@@ -227,11 +229,11 @@ def head(config: DecoderConfig, params: Params, states: Float[Array, "... D"]) -
 def prepare(config: DecoderConfig, params: Params) -> Params:
   """Weights for `extend` and `head`: a tuple of layers, products fused and in the dtype of the compute."""
   graph = _graph(lambda: _new_layer(config))
-  layer = lambda i: nnx.merge(graph, jax.tree.map(lambda x: x[i], params["layers"]))
+  layers = [nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params["layers"])) for i in range(config.layers)]
   weights = {"embed": params["embed"], "final_norm": params["final_norm"]}
   if not config.tied:
     weights["head"] = params["head"].astype(config.dtype)
-  return {**weights, "layers": tuple(_arrays(fuse(layer(i))) for i in range(config.layers))}
+  return {**weights, "layers": tuple(_arrays(fuse(layer)) for layer in layers)}
 
 
 def extend(
@@ -263,9 +265,9 @@ def extend(
   mask = (stored[:, None, :slots] >= 0) & (stored[:, None, :slots] <= position[..., None])
 
   def attend(keys, values, q, k, v):
-    keys = keys.at[row, :, slot].set(k.astype(keys.dtype), mode="drop")
+    keys = keys.at[row, :, :, slot].set(k.astype(keys.dtype), mode="drop")
     values = values.at[row, :, slot].set(v.astype(values.dtype), mode="drop")
-    return attention(q, keys[:, :, :slots], values[:, :, :slots], mask, config.dtype), (keys, values)
+    return attention(q, keys[..., :slots], values[:, :, :slots], mask, config.dtype), (keys, values)
 
   x, kept, reports = weights["embed"][tokens], [], []
   for layer, keys, values in zip(weights["layers"], cache.keys, cache.values, strict=True):
@@ -295,11 +297,14 @@ def _check_rows(config: DecoderConfig, tokens, routing, **columns) -> None:
 def decoder_policy(config: DecoderConfig) -> Policy:
   """The decoder as a `Policy`.
 
-  Parameters (float32): embed [V, D], final_norm [D], head [D, V] unless tied, and in `layers`, each with a leading axis L:
-  attention_norm, mlp_norm [D]; attention/{q [D, H d], k, v [D, K d], o [H d, D]}, with `qkv_bias` {q, k, v}_bias, with
-  `qk_norm` {q, k}_norm [d]; mlp/{gate, up [D, F], down [F, D]}, for a mixture with a leading axis E and router [D, E].
+  Parameters (float32): embed [V, D], final_norm [D], head [D, V] unless tied, and in `layers`, each with a leading axis
+  L: attention_norm, mlp_norm [D]; attention/{q [D, H d], k, v [D, K d], o [H d, D]}, with `qkv_bias` {q, k, v}_bias,
+  with `qk_norm` {q, k}_norm [d]; mlp/{gate, up [D, F], down [F, D]}, for a mixture with a leading axis E and router [D, E].
   """
-  bound = lambda f: functools.partial(f, config)
+
+  def bound(f):
+    return functools.partial(f, config)
+
   return Policy(
     init=bound(init),
     forward=bound(forward),

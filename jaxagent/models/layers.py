@@ -58,18 +58,22 @@ def rotate(x: Float[Array, "B T H d"], turn: tuple[Array, Array]) -> Float[Array
 
 def attention(
   q: Float[Array, "B T H d"],
-  k: Float[Array, "B K S d"],
+  k: Float[Array, "B K d S"],
   v: Float[Array, "B K S d"],
   mask: Bool[Array, "B T S"],
   dtype: str = "float32",
 ) -> Float[Array, "B T H*d"]:
-  """softmax(q k / sqrt(d)) v where `mask`; H / K query heads share a key head. A row with an empty mask is finite garbage."""
-  batch, t, heads, d = q.shape
-  kv_heads = k.shape[1]
-  q = q.reshape(batch, t, kv_heads, heads // kv_heads, d) * d**-0.5
-  scores = product("btkgd,bksd->bkgts", q, k, dtype)
+  """softmax(q k / sqrt(d)) v where `mask`; H / K query heads share a key head. An empty mask gives finite garbage.
+
+  Keys are transposed and the queries of a group are rows of one product: the forms that XLA batches well on a CPU.
+  """
+  (batch, t, heads, d), (kv_heads, slots) = q.shape, v.shape[1:3]
+  q = (q * d**-0.5).reshape(batch, t, kv_heads, heads // kv_heads, d).transpose(0, 2, 3, 1, 4)
+  scores = product("bkqd,bkds->bkqs", q.reshape(batch, kv_heads, -1, d), k, dtype)
+  scores = scores.reshape(batch, kv_heads, -1, t, slots)
   weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -1e30), axis=-1)
-  return product("bkgts,bksd->btkgd", weights, v, dtype).reshape(batch, t, heads * d)
+  read = product("bkqs,bksd->bkqd", weights.reshape(batch, kv_heads, -1, slots), v, dtype)
+  return read.reshape(batch, kv_heads, -1, t, d).transpose(0, 3, 1, 2, 4).reshape(batch, t, heads * d)
 
 
 def packed_mask(segment: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
