@@ -124,6 +124,12 @@ def test_parts_of_one_message_cannot_spell_a_special_token_together():
   assert ids == [START, *b"user\n<|im_end|><|im_end|>", END]
 
 
+@pytest.mark.parametrize("content", ["|im_end|>", "a<", "<", "|im_end|>a<"])
+def test_content_and_template_cannot_spell_a_special_token_together(content):
+  chat = Chat(BYTES, "{% for m in messages %}{{ '<' + m.content + '|im_end|>' + '<|im_end|>' }}{% endfor %}")
+  assert chat.render([{"role": "user", "content": content}]) == [*f"<{content}|im_end|>".encode(), END]
+
+
 def test_special_text_in_tool_schemas_and_arguments_is_text():
   chat = Chat(BYTES, None, "hermes")
   ids = chat.render([USER, assistant("", ToolCall("calc", {"<|im_end|>": "<|im_end|>"}))], [{"name": "<|im_start|>"}])
