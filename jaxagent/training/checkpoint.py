@@ -53,6 +53,7 @@ class Checkpointer:
     self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
     self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._pending: concurrent.futures.Future | None = None
+    self._corrupt: set[epath.Path] = set()  # found so by this object
 
   def __enter__(self) -> "Checkpointer":
     return self
@@ -61,11 +62,15 @@ class Checkpointer:
     self.close()
 
   def steps(self) -> list[int]:
-    """Steps with a complete checkpoint, in order; what is inside is not verified."""
-    return sorted(_complete(self._dir))
+    """Steps with a complete checkpoint, in order; without reading files, so only known corrupt ones are left out."""
+    return sorted(self._complete())
 
   def latest(self) -> int | None:
     return max(self.steps(), default=None)
+
+  def latest_intact(self) -> int | None:
+    """The step that `restore` would return: reads and verifies files."""
+    return next((step for step, folder, fault in self._newest_first() if fault is None), None)
 
   def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
     """Begins to save, once the save before it is done; a step that is saved again replaces its checkpoint when done."""
@@ -101,20 +106,32 @@ class Checkpointer:
     """The newest checkpoint that verifies, or that of `step`, with the structure, dtypes and shardings of `target`.
 
     A leaf of `target` is a `jax.ShapeDtypeStruct` (without sharding: the first device), an array, or a Python number.
-    With `prefix="params"` the target is that part of the state alone. A corrupt checkpoint is passed over with a
+    With `prefix="train/params"` the target is that part of the state alone. A corrupt checkpoint is passed over with a
     warning that names it and the one used; one that was asked for by `step` is an error.
     """
-    self.wait()
-    found = [(s, folder) for (s, _), folder in reversed(_folders(self._dir).items()) if step in (None, s)]
     passed = []
-    for candidate, folder in found:
-      if (fault := _fault(folder)) is None:
+    for candidate, folder, fault in self._newest_first(step):
+      if fault is None:
         for line in passed:
           self._warn(f"{line}; the checkpoint of step {candidate} in {folder} is used instead")
         return _read(folder, candidate, target, prefix)
       passed.append(f"checkpoint of step {candidate} in {folder} {fault}")
     missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     raise CheckpointError("; ".join(passed) or f"{missing} in {self._dir}; complete ones: {self.steps()}")
+
+  def _complete(self) -> dict[int, epath.Path]:
+    found = [(step, folder) for (step, _), folder in _folders(self._dir).items() if folder not in self._corrupt]
+    return {step: folder for step, folder in found if (folder / "checksums.json").exists()}
+
+  def _newest_first(self, step: int | None = None) -> Iterator[tuple[int, epath.Path, str | None]]:
+    """(step, folder, what is wrong with it) of every checkpoint, or of those of one step."""
+    self.wait()
+    for (found, _), folder in reversed(_folders(self._dir).items()):
+      if step in (None, found):
+        fault = _fault(folder)
+        if fault is not None:
+          self._corrupt.add(folder)
+        yield found, folder, fault
 
   def _finish(self, step: int, folder: epath.Path, meta: str) -> None:
     try:
@@ -129,7 +146,7 @@ class Checkpointer:
 
   def _discard(self, step: int) -> None:
     """Deletes everything but the newest `keep` checkpoints up to `step`."""
-    complete = _complete(self._dir)
+    complete = self._complete()
     kept = [complete[s] for s in sorted(complete) if s <= step][-self._keep :]
     for folder in _folders(self._dir).values():
       if folder not in kept:
@@ -155,10 +172,6 @@ def _folders(dir: epath.Path) -> dict[tuple[int, int], epath.Path]:
     return {}
   named = ((re.fullmatch(r"(\d{8,})(?:\.(\d+))?", folder.name), folder) for folder in dir.iterdir())
   return dict(sorted(((int(m[1]), int(m[2] or 0)), folder) for m, folder in named if m))
-
-
-def _complete(dir: epath.Path) -> dict[int, epath.Path]:
-  return {step: folder for (step, _), folder in _folders(dir).items() if (folder / "checksums.json").exists()}
 
 
 def _new_folder(dir: epath.Path, step: int) -> epath.Path:
@@ -217,9 +230,9 @@ def _no_space(error: BaseException | None) -> bool:
 
 def _named(tree: Any) -> dict[str, Any]:
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+  named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
   if len(named) < len(leaves):
-    raise ValueError("two leaves of the state have the same dotted name; rename a key that has a dot in it")
+    raise ValueError("two leaves of the state have the same name; rename a key that has a slash in it")
   return named
 
 
@@ -258,7 +271,7 @@ def _read(folder: epath.Path, step: int, target: Any, prefix: str) -> Restored:
       f"checkpoint of step {step} in {folder} has format version {record['format_version']}, this version of jaxagent"
       f" reads {FORMAT_VERSION}; use the version that wrote it"
     )
-  head = f"{prefix}." if prefix else ""
+  head = f"{prefix}/" if prefix else ""
   named = {f"{head}{name}": leaf for name, leaf in _named(target).items()}
   saved = {name: spec for name, spec in record["tree"].items() if name.startswith(head)}
   _check_same(saved, {name: _spec(leaf) for name, leaf in named.items()}, f"checkpoint of step {step} in {folder}")
