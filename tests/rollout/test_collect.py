@@ -191,7 +191,7 @@ class Chats:
 
 MODELS = {
   "dense": DecoderConfig(259, 32, 1, 2, mlp_width=32, init_scale=0.3),
-  "moe": DecoderConfig(259, 32, 2, 2, experts=4, experts_per_token=2, expert_width=16, init_scale=0.3),
+  "moe": DecoderConfig(259, 32, 1, 2, experts=4, experts_per_token=2, expert_width=16, init_scale=0.3),
 }
 
 
