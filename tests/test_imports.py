@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent / "jaxagent"
 LAYERS = [
-  {"types", "shapes"},
+  {"types", "checks"},
   {"advantages", "rewards", "losses", "metrics", "optim", "models", "envs", "scheduling"},
   {"methods", "sampling", "judges"},
   {"rollout"},

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxagent.shapes import check_shapes
+from jaxagent.checks import check_shapes
 
 EQUAL = 1e-6  # relative difference below which two rewards are the same number
 

@@ -7,7 +7,7 @@ token, `[B, T]` in and out, to be summed with token weights like a surrogate.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxagent.shapes import check_shapes
+from jaxagent.checks import check_shapes
 from jaxagent.types import pytree
 
 

@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxagent.shapes import check_shapes
+from jaxagent.checks import check_ids, check_range, check_shapes
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,13 @@ def test_names_the_argument_that_disagrees(arguments, said):
 def test_accepts_what_agrees_missing_arguments_and_tracers():
   check_shapes(a=(np.zeros((2, 3, 4)), "*B T"), b=(np.zeros((2, 3)), "*B"), c=(None, "N"), d=(1.0, "*X"))
   jax.jit(lambda x: check_shapes(x=(x, "N T"), y=(x[0], "T")))(np.zeros((2, 3)))
+
+
+def test_values_are_checked_where_they_are_known():
+  with pytest.raises(ValueError, match=r"group must hold ids in \[0, 3\), got 0..3"):
+    check_ids("group", np.array([0, 3]), 3)
+  with pytest.raises(ValueError, match=r"rate must lie in \[0, 1\], got nan at index \(1,\)"):
+    check_range("rate", np.array([0.0, np.nan]), 0, 1)
+  check_range("rate", np.array([0.0, np.nan]), 0, 1, where=np.array([True, False]))
+  jax.jit(lambda x: (check_ids("x", x, 1), check_range("x", x, 0, 1)))(np.array([5, 7]))
+  check_ids("none", np.zeros(0, int), 0)

@@ -1,0 +1,50 @@
+"""Checks of arguments. Shapes always; values only where every array is concrete: nothing raises inside jit."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def check_shapes(**arguments: tuple[Any, str]) -> dict[str, Any]:
+  """`check_shapes(logp=(logp, "*B T"), rollout=(rollout, "N"))`: axes of one name have one length; returns the sizes.
+
+  A first axis `*name` stands for any number of leading axes. Arguments that are None are skipped. A ValueError names
+  the first argument that disagrees. Works on tracers.
+  """
+  sizes: dict[str, Any] = {}
+  for name, (x, axes) in arguments.items():
+    if x is None:
+      continue
+    shape, letters = np.shape(x), axes.split()
+    if letters and letters[0].startswith("*"):
+      lead = len(shape) - len(letters) + 1
+      shape = (shape[:lead], *shape[lead:]) if lead >= 0 else None
+    if shape is None or len(shape) != len(letters) or any(sizes.setdefault(a, s) != s for a, s in zip(letters, shape)):
+      known = ", ".join(f"{a}={sizes[a]}" for a in letters if a in sizes)
+      raise ValueError(f"{name} must have shape [{axes}]{' with ' + known if known else ''}, got {np.shape(x)}")
+  return sizes
+
+
+def concrete(*arrays: Any) -> bool:
+  return not any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
+def check_ids(name: str, ids: Any, count: int) -> None:
+  """ValueError where concrete `ids` leave [0, count)."""
+  if ids is None or not concrete(ids) or not np.size(ids):
+    return
+  low, high = np.min(ids), np.max(ids)
+  if low < 0 or high >= count:
+    raise ValueError(f"{name} must hold ids in [0, {count}), got {low}..{high}; renumber them")
+
+
+def check_range(name: str, x: Any, low: float, high: float, *, where: Any = True) -> None:
+  """ValueError where concrete `x` is NaN or leaves [low, high] at a place where `where` holds."""
+  if not concrete(x, where):
+    return
+  x = np.asarray(x)
+  bad = np.argwhere(~((x >= low) & (x <= high)) & where)
+  if len(bad):
+    place = tuple(map(int, bad[0]))
+    raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {x[place]} at index {place}")
