@@ -1,0 +1,1 @@
+"""What a run tells people and keeps: metrics, a display, and the stored rollouts."""
