@@ -8,6 +8,7 @@ from jaxagent.models.policy import Hidden, Policy
 from jaxagent.types import Rollouts
 
 V, D, T = 64, 16, 24
+QUICK = {"xla_backend_optimization_level": 0}  # compiler options: these programs are compiled more often than run
 
 
 def tiny_policy(vocab_size=V, width=D, positions=T):

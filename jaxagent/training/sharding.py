@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -65,7 +66,11 @@ def param_shardings(axes: Any, shapes: Any, *, mesh: jax.sharding.Mesh, rules: R
 def shard_params(params: Any, axes: Any, *, mesh: jax.sharding.Mesh, rules: Rules = RULES) -> Any:
   """A copy of `params` on the mesh by the rules; it shares no buffer with them, so it may be donated."""
   shardings = param_shardings(axes, params, mesh=mesh, rules=rules)
-  return jax.tree.map(lambda x, s: jax.device_put(x, s, may_alias=False), params, shardings)
+
+  def copy(x, sharding):  # may_alias alone does not do it: a replicated array keeps the shard it came from
+    return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, sharding, may_alias=False)
+
+  return jax.tree.map(copy, params, shardings)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,7 +63,7 @@ def state_shardings(
   def beside(statistic, parameter, sharding):
     return sharding if statistic.shape == parameter.shape else everywhere
 
-  opt_state = optax.tree_utils.tree_map_params(
+  opt_state = optax.tree.map_params(
     tx, beside, jax.eval_shape(tx.init, shapes), shapes, params, transform_non_params=lambda _: everywhere
   )  # fmt: skip
   trackers = jax.tree.map(lambda _: everywhere, jax.eval_shape(lambda: tuple(t.init() for t in method.trackers)))
@@ -90,7 +91,7 @@ def make_train_step(
 
   def step(state: TrainState, tokens: TokenBatch, n: int):
     gradient, tally = _accumulate(policy, method, state, tokens, n, chunk=chunk, shardings=shardings.params)
-    norm = optax.global_norm(gradient)
+    norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(tally.sums["loss"]) & jnp.isfinite(norm)
     change, opt_state = tx.update(gradient, state.opt_state, state.params)
     updated = TrainState(optax.apply_updates(state.params, change), opt_state, state.updates + 1, state.trackers)
@@ -139,8 +140,7 @@ def _accumulate(policy, method, state, tokens, n, *, chunk, shardings):
   """Sums of gradients and tallies over microbatches 0..n-1."""
 
   def one(i):
-    batch = _microbatch(tokens, i)
-    value = lambda p: loss(policy, method.objective, p, batch, chunk=chunk, updates=state.updates)  # noqa: E731
+    value = partial(loss, policy, method.objective, tokens=_microbatch(tokens, i), chunk=chunk, updates=state.updates)
     gradient, tally = jax.grad(value, has_aux=True)(state.params)
     return jax.lax.with_sharding_constraint(gradient, shardings), tally
 

@@ -130,7 +130,7 @@ def test_an_absent_optional_column_leaves_the_default():
 def test_rows_sampled_greedily_are_refused():
   r = tiny.ragged()
   cold = dataclasses.replace(r, temperature=np.where(np.arange(N) == 3, 0, r.temperature))
-  with pytest.raises(ValueError, match="row 3 was sampled at temperature 0.0"):
+  with pytest.raises(ValueError, match=r"row 3 was sampled at temperature 0\.0"):
     prepare(grpo, cold)
 
 

@@ -14,7 +14,12 @@ from jaxagent.rollout.packing import pack, unpack
 def packed(seed=0, row_tokens=48, rows=4, **kwargs):
   r = tiny.ragged(seed, ref=True)
   routing = np.random.default_rng(seed).integers(0, 4, (*r.tokens.shape, 2, 3)).astype(np.int16)
-  columns = {"quality": r.mask * 2.0, "score": np.arange(16.0), "rewards": np.ones((16, 5)), "deep": r.mask[..., None] * 1}
+  columns = {
+    "quality": r.mask * 2.0,
+    "score": np.arange(16.0),
+    "rewards": np.ones((16, 5)),
+    "deep": r.mask[..., None] * 1,
+  }
   r = dataclasses.replace(r, routing=routing, columns=columns)
   p = prepare(grpo, r)
   return p, *pack(p, row_tokens=row_tokens, rows=rows, **kwargs)
@@ -26,7 +31,9 @@ def test_every_column_rides_with_its_token(seed, row_tokens, rows):
   p, b, plan = packed(seed, row_tokens, rows)
   r, here = p.rollouts, np.asarray(p.keep).any(1)
   inside = here[:, None] & (np.arange(24) < np.asarray(r.length)[:, None])
-  pairs = [(getattr(b, k), getattr(r, k)) for k in ("tokens", "position", "logp_rollout", "logp_old", "logp_ref", "routing")]
+  pairs = [
+    (getattr(b, k), getattr(r, k)) for k in ("tokens", "position", "logp_rollout", "logp_old", "logp_ref", "routing")
+  ]
   pairs += [(b.mask, p.keep), (b.advantage, p.advantage), (b.weight, p.weight), (b.aggregate, p.aggregate)]
   pairs += [(b.columns[k], r.columns[k]) for k in ("quality", "deep")]
   for rows_of, source in pairs:

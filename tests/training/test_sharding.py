@@ -63,9 +63,10 @@ def test_rules_that_cannot_apply(shape, names, rules, said):
     spec(shape, names, **rules)
 
 
-def test_parameters_are_copied_onto_the_mesh():
+@pytest.mark.parametrize("devices, sizes", [(1, Mesh(data=1)), (8, Mesh(data=8)), (8, Mesh(data=2, fsdp=4))])
+def test_parameters_are_copied_onto_the_mesh(devices, sizes):
   params = {"w": jnp.ones((4, 4))}
-  mesh = make_mesh(Mesh(data=1), devices=jax.devices()[:1])
+  mesh = make_mesh(sizes, devices=jax.devices()[:devices])
   placed = shard_params(params, {"w": ("embed", "heads")}, mesh=mesh)
   placed["w"].delete()
   assert (params["w"] == 1).all()
