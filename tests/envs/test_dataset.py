@@ -80,6 +80,24 @@ def test_hugging_face_needs_its_library(monkeypatch):
     Dataset("some/name")
 
 
+def test_hugging_face_rows_by_name_or_from_a_saved_folder(tmp_path, monkeypatch):
+  class Library:
+    @staticmethod
+    def load_dataset(path, name, split):
+      return ROWS if (path, name, split) == ("some/name", "main", "test") else []
+
+    @staticmethod
+    def load_from_disk(path):
+      return [{"prompt": "x"}]
+
+  monkeypatch.setitem(sys.modules, "datasets", Library)
+  tasks = Dataset("some/name", name="main", split="test")
+  assert tasks.size("train") + tasks.size("eval") == 20
+  (tmp_path / "dataset_info.json").write_text("{}")
+  with pytest.raises(ValueError, match="row 0 of .* has no 'answer'"):
+    Dataset(str(tmp_path))
+
+
 async def later(prompt, completion, answer):
   await asyncio.sleep(0)
   return 0.5

@@ -202,7 +202,7 @@ def test_max_turns():
     ([RuntimeError("down")], "reset: RuntimeError: down", 0),
     (["a", RuntimeError("down")], "step: RuntimeError: down", 1),
     (["a", TimeoutError("remote")], "step: TimeoutError: remote", 1),
-    (["a", Step(status="failed", cause="sandbox died")], "sandbox died", 1),
+    (["a", Step(status="failed", outcome=0.5, cause="sandbox died")], "sandbox died", 1),
     (["a", Step(status="failed")], "the environment reported a failure", 1),
     (["a", Step()], "the environment is running but gave no observations", 1),
     (["a", Step(status="done", outcome=float("nan"))], "the environment's outcome is nan", 1),
