@@ -94,7 +94,7 @@ def test_hugging_face_rows_by_name_or_from_a_saved_folder(tmp_path, monkeypatch)
   tasks = Dataset("some/name", name="main", split="test")
   assert tasks.size("train") + tasks.size("eval") == 20
   (tmp_path / "dataset_info.json").write_text("{}")
-  with pytest.raises(ValueError, match="row 0 of .* has no 'answer'"):
+  with pytest.raises(ValueError, match=r"row 0 of .* has no 'answer'"):
     Dataset(str(tmp_path))
 
 
