@@ -43,7 +43,7 @@ def write(
   folder.mkdir(parents=True)
   _write_arrays(folder, _columns(rollouts))
   records = [to_record(t, rollouts, row, decode=decode) for row, t in enumerate(trajectories)]
-  (folder / "rollouts.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+  (folder / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
   attributes = {"jaxagent": {"format_version": FORMAT_VERSION, "step": step}}
   group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
   (folder / "zarr.json").write_text(json.dumps(group))
@@ -115,8 +115,12 @@ def spans(trajectory: Trajectory, decode: Decode) -> list[dict[str, Any]]:
 
 def _columns(rollouts: Rollouts) -> dict[str, np.ndarray]:
   own = {f.name: getattr(rollouts, f.name) for f in dataclasses.fields(Rollouts) if f.name != "columns"}
-  added = {f"columns/{quote(name, safe='')}": column for name, column in rollouts.columns.items()}
+  added = {f"columns/{_file_name(name)}": column for name, column in rollouts.columns.items()}
   return {name: np.asarray(value) for name, value in (own | added).items() if value is not None}
+
+
+def _file_name(column: str) -> str:
+  return quote(column, safe="").replace(".", "%2E")
 
 
 def _write_arrays(folder: epath.Path, arrays: dict[str, np.ndarray]) -> None:

@@ -121,7 +121,7 @@ def to_json(record: Mapping[str, Any]) -> str:
   values = {key: plain(value, key) for key, value in record.items()}
   odd = {key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
   finite = values | dict.fromkeys(odd) | ({"nan_or_inf": odd} if odd else {})
-  return json.dumps(finite, ensure_ascii=False, allow_nan=False)
+  return json.dumps(finite, allow_nan=False)
 
 
 def plain(value: Any, key: str) -> bool | int | float | str | None:
