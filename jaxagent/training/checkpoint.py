@@ -49,7 +49,7 @@ class Checkpointer:
   def __init__(self, dir: epath.PathLike, *, keep: int = 2, warn: Callable[[str], None] = warnings.warn):
     if keep < 1:
       raise ValueError(f"keep must be at least 1, got {keep}")
-    self._dir, self._keep, self._warn = epath.Path(dir), keep, warn
+    self._dir, self._keep, self._warn = epath.Path(dir).resolve(), keep, warn
     self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
     self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._pending: concurrent.futures.Future | None = None

@@ -118,6 +118,14 @@ def test_which_checkpoints_stay(tmp_path, saves, keep, want):
   assert (step, int(state["x"][0]), meta["index"]) == (saves[-1], len(saves) - 1, len(saves) - 1)
 
 
+def test_a_relative_folder_means_the_one_below_the_current_one(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with Checkpointer("runs/one") as checkpointer:
+    monkeypatch.chdir("/")
+    checkpointer.save(1, {"x": jnp.zeros(2)}, {})
+  assert (tmp_path / "runs" / "one" / "00000001" / "checksums.json").exists()
+
+
 # Faults on the disk
 
 
