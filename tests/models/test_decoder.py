@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxagent.models.cache import grow, reset_rows
 from jaxagent.models.config import DecoderConfig
-from jaxagent.models.decoder import decoder_policy
-from jaxagent.models.layers import attention, product, rms_norm, rotate, rotation
+from jaxagent.models.decoder import Layer, decoder_policy
+from jaxagent.models.layers import attention, packed_mask, product, rms_norm, rotate, rotation
 
 SIZES = {"vocab_size": 50, "width": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
 DENSE = {**SIZES, "mlp_width": 40}
@@ -19,22 +20,48 @@ CONFIGS = {
   "qwen3": DecoderConfig(**DENSE, qk_norm=True, rope_theta=1e6),
   "qwen3_moe": DecoderConfig(**SIZES, qk_norm=True, tied=False, experts=5, experts_per_token=2, expert_width=16),
 }
-EVERY = pytest.mark.parametrize("name", CONFIGS)
+EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+TWO = pytest.mark.parametrize("config", [CONFIGS["qwen2"], CONFIGS["qwen3_moe"]], ids=["dense", "moe"])
+
+
+ROWS, LENGTH = 2, 8  # nearly every test has this shape: one compilation
 
 
 @functools.cache
-def built(name):
-  """Policy, noisy parameters (norms and biases too), and the jitted functions."""
-  policy = decoder_policy(CONFIGS[name])
-  params = policy.init(jax.random.key(0))
-  leaves, tree = jax.tree.flatten(params)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  params = tree.unflatten([x + 0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves)])
+def built(config):
+  """Policy, parameters that are all at random (norms and biases too), and the jitted functions."""
+  policy = decoder_policy(config)
+  rng = np.random.default_rng(0)
+
+  def draw(path, x):
+    if "norm" in jax.tree_util.keystr(path):
+      return jnp.asarray(rng.uniform(0.5, 1.5, x.shape), jnp.float32)
+    return jnp.asarray(rng.normal(size=x.shape) * x.shape[-2] ** -0.5, jnp.float32)
+
+  params = jax.tree_util.tree_map_with_path(draw, jax.eval_shape(policy.init, jax.random.key(0)))
   return policy, params, jax.jit(policy.forward), jax.jit(policy.extend, static_argnames="slots")
 
 
-def tokens_of(rows, length, seed=2):
-  return jax.random.randint(jax.random.key(seed), (rows, length), 0, SIZES["vocab_size"])
+@functools.cache
+def weights_of(config):
+  policy, params, *_ = built(config)
+  return jax.jit(policy.prepare)(params)
+
+
+@functools.cache
+def gradient(config):
+  """Of the summed log-probability of token 3, padding left out."""
+  policy = built(config)[0]
+
+  def loss(params, tokens, position, segment):
+    logits = policy.head(params, policy.forward(params, tokens, position, segment).states)
+    return jnp.sum(jnp.where(segment >= 0, jax.nn.log_softmax(logits)[..., 3], 0))
+
+  return jax.jit(jax.grad(loss))
+
+
+def tokens_of(seed=2, length=LENGTH):
+  return jax.random.randint(jax.random.key(seed), (ROWS, length), 0, SIZES["vocab_size"])
 
 
 def one_segment(tokens):
@@ -42,19 +69,25 @@ def one_segment(tokens):
   return position, jnp.zeros_like(tokens)
 
 
-def full_logits(name, tokens, **kwargs):
-  policy, params, forward, _ = built(name)
+def full_logits(config, tokens, **kwargs):
+  policy, params, forward, _ = built(config)
   hidden = forward(params, tokens, *one_segment(tokens), **kwargs)
-  return policy.head(params, hidden.states), hidden
+  return policy.head(params, hidden.states)
 
 
 def reference_logits(config, params, ids):
   """One row, one token at a time, one head at a time, in float64 NumPy."""
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  norm = lambda x, w: x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * w
-  softmax = lambda x: np.exp(x - x.max()) / np.exp(x - x.max()).sum()
-  silu = lambda x: x / (1 + np.exp(-x))
   half, d = config.head_dim // 2, config.head_dim
+
+  def norm(x, w):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * w
+
+  def softmax(x):
+    return np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+
+  def silu(x):
+    return x / (1 + np.exp(-x))
 
   def turn(x, t):
     angle = t * config.rope_theta ** (-np.arange(half) * 2 / d)
@@ -94,16 +127,16 @@ def reference_logits(config, params, ids):
 
 
 @EVERY
-def test_forward_equals_a_loop_over_tokens_and_heads(name):
-  ids = tokens_of(1, 7)
-  logits, _ = full_logits(name, ids)
+def test_forward_equals_a_loop_over_tokens_and_heads(config):
+  tokens = tokens_of()
+  logits = full_logits(config, tokens)
   assert logits.dtype == jnp.float32
-  np.testing.assert_allclose(logits[0], reference_logits(CONFIGS[name], built(name)[1], np.asarray(ids[0])), atol=2e-5)
+  np.testing.assert_allclose(logits[0], reference_logits(config, built(config)[1], np.asarray(tokens[0])), atol=2e-5)
 
 
 @EVERY
-def test_parameters_have_the_documented_paths_and_axes(name):
-  c, (policy, params, *_) = CONFIGS[name], built(name)
+def test_parameters_have_the_documented_paths_and_axes(config):
+  c, (policy, params, *_) = config, built(config)
   q, kv, layers = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.layers
   attention_shapes = {"q": (c.width, q), "k": (c.width, kv), "v": (c.width, kv), "o": (q, c.width)}
   attention_shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)} if c.qkv_bias else {}
@@ -112,7 +145,8 @@ def test_parameters_have_the_documented_paths_and_axes(name):
   mlp = {"gate": wide, "up": wide, "down": (*wide[:-2], wide[-1], wide[-2])}
   mlp |= {"router": (c.width, c.experts)} if c.experts else {}
   norms = {"attention_norm": (c.width,), "mlp_norm": (c.width,)}
-  stacked = jax.tree.map(lambda s: (layers, *s), {**norms, "attention": attention_shapes, "mlp": mlp}, is_leaf=_is_tuple)
+  layer = {**norms, "attention": attention_shapes, "mlp": mlp}
+  stacked = jax.tree.map(lambda shape: (layers, *shape), layer, is_leaf=_is_tuple)
   want = {"embed": (c.vocab_size, c.width), "final_norm": (c.width,), "layers": stacked}
   want |= {} if c.tied else {"head": (c.width, c.vocab_size)}
   assert jax.tree.map(jnp.shape, params) == want
@@ -126,124 +160,107 @@ def _is_tuple(x):
   return isinstance(x, tuple)
 
 
-def test_no_initial_weight_is_zero_except_biases():
-  for config in CONFIGS.values():
-    flat, _ = jax.tree_util.tree_flatten_with_path(decoder_policy(config).init(jax.random.key(3)))
-    zero = [jax.tree_util.keystr(path) for path, x in flat if not np.asarray(x).all()]
-    assert all("bias" in path for path in zero)
+def test_initial_weights_are_float32_and_not_zero():
+  config = dataclasses.replace(CONFIGS["qwen3_moe"], qkv_bias=True, layers=3)
+  params = jax.jit(decoder_policy(config).init)(jax.random.key(3))
+  for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+    assert x.dtype == jnp.float32
+    assert np.asarray(x).all() != ("bias" in jax.tree_util.keystr(path))
+  layers = params["layers"]
+  assert float(jnp.std(layers["mlp"]["gate"])) == pytest.approx(config.width**-0.5, rel=0.1)  # 1 / sqrt(fan-in)
+  assert float(jnp.std(layers["mlp"]["down"])) == pytest.approx((config.expert_width * 6) ** -0.5, rel=0.1)
+  assert float(jnp.std(params["embed"])) == pytest.approx(0.02, rel=0.1)
+  assert float(jnp.abs(layers["attention"]["q"][0] - layers["attention"]["q"][1]).max()) > 0.01
 
 
-def decode(name, tokens, cache, position=None, prefill=4):
-  """Extends by `prefill` tokens at once, then by one at a time. Returns logits, routing and the cache."""
-  policy, params, _, extend = built(name)
-  weights = policy.prepare(params)
+def decode(config, tokens, cache, position=None):
+  """Extends by half of the tokens at once, then by one at a time. Returns logits, routing and the cache."""
+  policy, _, _, extend = built(config)
   position = one_segment(tokens)[0] if position is None else position
-  steps = [slice(0, prefill), *(slice(i, i + 1) for i in range(prefill, tokens.shape[1]))]
+  half = tokens.shape[1] // 2
   parts = []
-  for step in steps:
-    hidden, cache = extend(weights, cache, tokens[:, step], position[:, step])
+  for step in [slice(0, half), *(slice(i, i + 1) for i in range(half, tokens.shape[1]))]:
+    hidden, cache = extend(weights_of(config), cache, tokens[:, step], position[:, step])
     parts.append(hidden)
   states = jnp.concatenate([h.states for h in parts], 1)
-  routing = jnp.concatenate([h.aux["routing"] for h in parts], 1) if "routing" in parts[0].aux else None
-  return policy.head(weights, states), routing, cache
+  routing = jnp.concatenate([h.aux["routing"] for h in parts], 1) if config.experts else None
+  return policy.head(weights_of(config), states), routing, cache
 
 
 @EVERY
-def test_decoding_equals_the_full_forward(name):
-  tokens = tokens_of(3, 9)
-  logits, routing, _ = decode(name, tokens, built(name)[0].cache(3, 9))  # the last token fills the last slot
-  full, _ = full_logits(name, tokens, routing=routing)
-  np.testing.assert_allclose(logits, full, atol=1e-5)
-
-
-@EVERY
-def test_a_reused_slot_and_a_rewound_row_forget(name):
-  policy, params, _, extend = built(name)
-  _, _, cache = decode(name, tokens_of(2, 9, seed=5), policy.cache(2, 10))
-  tokens = tokens_of(2, 6)
+def test_decoding_equals_the_full_forward_and_a_reused_slot_forgets(config):
+  tokens = tokens_of()
+  logits, routing, cache = decode(config, tokens, built(config)[0].cache(ROWS, LENGTH))  # up to the last slot
+  np.testing.assert_allclose(logits, full_logits(config, tokens, routing=routing), atol=1e-5)
   cache = reset_rows(cache, jnp.array([True, False]))  # row 0 is emptied, row 1 rewound to position 0
-  np.testing.assert_array_equal(cache.position[0], -1)
-  assert (np.asarray(cache.position[1]) >= 0).sum() == 9
-  logits, routing, _ = decode(name, tokens, cache, prefill=3)
-  np.testing.assert_allclose(logits, full_logits(name, tokens, routing=routing)[0], atol=1e-5)
+  np.testing.assert_array_equal(cache.position, [[-1] * LENGTH, range(LENGTH)])
+  other = tokens_of(seed=5)
+  logits, routing, _ = decode(config, other, cache)
+  np.testing.assert_allclose(logits, full_logits(config, other, routing=routing), atol=1e-5)
 
 
 @EVERY
-def test_padding_left_right_or_none_is_the_same(name):
-  policy, params, _, extend = built(name)
-  weights, tokens = policy.prepare(params), tokens_of(1, 5)
-  want = full_logits(name, tokens)[0][0]
-  garbage = jnp.full((1, 3), 7)
-  absent = jnp.full((1, 3), -1)
-  for order in ((tokens,), (garbage, tokens), (tokens, garbage)):
-    part = [one_segment(tokens)[0] if x is tokens else absent for x in order]
-    row, position = jnp.concatenate(order, 1), jnp.concatenate(part, 1)
-    hidden, cache = extend(weights, policy.cache(1, 8), row, position)
-    np.testing.assert_allclose(policy.head(weights, hidden.states)[0][position[0] >= 0], want, atol=1e-5)
-    np.testing.assert_array_equal(cache.position[0], [0, 1, 2, 3, 4, -1, -1, -1])
-    assert np.isfinite(hidden.states).all()
-    packed = policy.forward(params, row, position, jnp.where(position >= 0, 0, -1))
-    np.testing.assert_allclose(policy.head(params, packed.states)[0][position[0] >= 0], want, atol=1e-5)
-    assert np.isfinite(packed.states).all()
+def test_padding_left_right_or_none_is_the_same(config):
+  policy, params, forward, extend = built(config)
+  tokens = tokens_of()
+  want = full_logits(config, tokens)
+  position = jnp.array([[-1, -1, -1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, -1, -1]])  # padding before, and after
+  row = jnp.where(position >= 0, jnp.take_along_axis(tokens, jnp.maximum(position, 0), 1), 7)
+  hidden, cache = extend(weights_of(config), policy.cache(ROWS, LENGTH), row, position)
+  np.testing.assert_array_equal(cache.position, [[0, 1, 2, 3, 4, -1, -1, -1], [0, 1, 2, 3, 4, 5, -1, -1]])
+  packed = forward(params, row, position, jnp.where(position >= 0, 0, -1))
+  for states in (hidden.states, packed.states):
+    logits = policy.head(params, states)
+    assert np.isfinite(states).all()
+    np.testing.assert_allclose(logits[0, 3:], want[0, :5], atol=1e-5)
+    np.testing.assert_allclose(logits[1, :6], want[1, :6], atol=1e-5)
 
 
 @EVERY
-def test_packed_rows_equal_separate_rows(name):
-  policy, params, forward, _ = built(name)
-  parts = [tokens_of(1, n, seed=n)[0] for n in (4, 6, 3)]
-  row = jnp.concatenate([*parts, jnp.full(2, 11)])[None]
-  segment = jnp.concatenate([jnp.full(len(p), i) for i, p in enumerate(parts)] + [jnp.full(2, -1)])[None]
-  position = jnp.concatenate([jnp.arange(len(p)) for p in parts] + [jnp.arange(2)])[None]
-  packed = policy.head(params, forward(params, row, position, segment).states)[0]
-  separate = jnp.concatenate([full_logits(name, p[None])[0][0] for p in parts])
-  np.testing.assert_allclose(packed[: len(separate)], separate, atol=1e-5)
+def test_packed_rows_equal_separate_rows(config):
+  policy, params, forward, _ = built(config)
+  tokens = tokens_of()
+  segment = jnp.array([[0] * 3 + [1] * 4 + [-1], [0] * 1 + [1] * 2 + [2] * 5])
+  position = jnp.array([[0, 1, 2, 0, 1, 2, 3, 9], [0, 0, 1, 0, 1, 2, 3, 4]])
+  packed = policy.head(params, forward(params, tokens, position, segment).states)
+  starts = [(0, 0, 3), (0, 3, 7), (1, 0, 1), (1, 1, 3), (1, 3, 8)]
+  for row, start, end in starts:
+    alone = jnp.roll(tokens, -start, axis=1)  # causal: what follows the segment cannot matter
+    np.testing.assert_allclose(packed[row, start:end], full_logits(config, alone)[row, : end - start], atol=1e-5)
 
 
 def test_position_is_not_the_index():
-  policy, params, forward, _ = built("llama")
-  tokens = tokens_of(1, 6)
+  policy, params, forward, _ = built(CONFIGS["llama"])
+  tokens = tokens_of()
   position, segment = one_segment(tokens)
-  logits = lambda p: policy.head(params, forward(params, tokens, p, segment).states)
-  np.testing.assert_allclose(logits(position + 100), logits(position), atol=2e-5)  # rotary positions are relative
+
+  def logits(position):
+    return policy.head(params, forward(params, tokens, position, segment).states)
+
+  np.testing.assert_allclose(logits(position + 100), logits(position), atol=5e-5)  # rotary positions are relative
   assert float(jnp.abs(logits(position * 3) - logits(position)).max()) > 1e-2
 
 
-@EVERY
-def test_scan_equals_unrolled_and_remat_changes_nothing(name):
-  policy, params, forward, _ = built(name)
-  tokens = tokens_of(2, 6)
-  rows = (tokens, *one_segment(tokens))
-  whole = forward(params, *rows)
+@TWO
+def test_scan_equals_a_loop_over_layers(config):
+  _, params, forward, _ = built(config)
+  tokens = tokens_of()
+  position, segment = one_segment(tokens)
+  turn, mask = rotation(position, config.head_dim, config.rope_theta), packed_mask(segment)
+  graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(config, nnx.Rngs(0))))
 
-  def one_layer(i):
-    config = dataclasses.replace(CONFIGS[name], layers=1)
-    return config, jax.tree.map(lambda x: x[i : i + 1], params["layers"])
+  def attend(q, k, v):
+    return attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), mask), None
 
-  table = {"embed": params["embed"], "final_norm": jnp.ones_like(params["final_norm"])}
-  x = params["embed"][tokens]
-  for i in range(CONFIGS[name].layers):  # feed each layer's output as the embedding table of the next
-    config, layer = one_layer(i)
-    x = _residual_out(config, {**table, "layers": layer}, x, rows)
-  states = rms_norm(x, params["final_norm"], CONFIGS[name].norm_eps)
-  np.testing.assert_allclose(states, whole.states, atol=1e-5)
+  @jax.jit
+  def unrolled(params):
+    x = params["embed"][tokens]
+    for i in range(config.layers):
+      layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
+      x, _, _ = nnx.merge(graph, layer)(x, turn, attend)
+    return rms_norm(x, params["final_norm"], config.norm_eps)
 
-  def loss(config, params):
-    return jnp.sum(jnp.square(decoder_policy(config).forward(params, *rows).states))
-
-  plain = jax.jit(jax.grad(functools.partial(loss, CONFIGS[name])))(params)
-  remat = jax.jit(jax.grad(functools.partial(loss, dataclasses.replace(CONFIGS[name], remat=True))))(params)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), plain, remat)
-
-
-def _residual_out(config, params, x, rows):
-  from jaxagent.models.decoder import Layer, _arrays, _graph, packed_mask  # noqa: F401
-  from flax import nnx
-
-  layer = nnx.merge(_graph(lambda: Layer(config, nnx.Rngs(0))), jax.tree.map(lambda p: p[0], params["layers"]))
-  _, position, segment = rows
-  mask = packed_mask(segment)
-  attend = lambda q, k, v: (attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), mask), None)
-  return layer(x, rotation(position, config.head_dim, config.rope_theta), attend)[0]
+  np.testing.assert_allclose(unrolled(params), forward(params, tokens, position, segment).states, atol=1e-5)
 
 
 def count(jaxpr, primitive):
@@ -257,72 +274,66 @@ def count(jaxpr, primitive):
   return total
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_the_program_does_not_grow_with_depth(name):
-  tokens = tokens_of(2, 6)
+@TWO
+def test_the_program_is_one_scan_whatever_the_depth(config):
+  tokens = tokens_of()
 
   def program(layers):
-    policy = decoder_policy(dataclasses.replace(CONFIGS[name], layers=layers))
+    policy = decoder_policy(dataclasses.replace(config, layers=layers))
     params = jax.eval_shape(policy.init, jax.random.key(0))
     return jax.make_jaxpr(policy.forward)(params, tokens, *one_segment(tokens)).jaxpr
 
   two, nine = program(2), program(9)
-  assert count(two, "scan") == count(nine, "scan") == 1 + count_inner_scans(two)
-  assert count(two, "dot_general") == count(nine, "dot_general") > 0
+  assert [e.params["length"] for e in nine.eqns if e.primitive.name == "scan"] == [9]
+  for primitive in ("scan", "dot_general", "mul"):
+    assert count(two, primitive) == count(nine, primitive) > 0
 
 
-def count_inner_scans(jaxpr):
-  outer = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
-  assert len(outer) == 1
-  return count(outer[0].params["jaxpr"].jaxpr, "scan")
-
-
-@EVERY
-def test_gradients_reach_every_parameter_and_ignore_padding(name):
-  policy, params, *_ = built(name)
-  tokens = tokens_of(2, 6)
+@TWO
+def test_gradients_reach_every_parameter_and_ignore_padding(config):
+  params, tokens = built(config)[1], tokens_of()
   position, _ = one_segment(tokens)
-  segment = jnp.where(position < 4, 0, -1)
-
-  def loss(params, tokens):
-    logits = policy.head(params, policy.forward(params, tokens, position, segment).states)
-    return jnp.sum(jnp.where(segment >= 0, jax.nn.log_softmax(logits)[..., 3], 0))
-
-  grad = jax.jit(jax.grad(loss))
-  a, b = grad(params, tokens), grad(params, jnp.where(segment >= 0, tokens, 13))
-  flat, _ = jax.tree_util.tree_flatten_with_path(a)
-  for path, x in flat:
-    assert np.isfinite(x).all()
-    keys_shift_nothing = "k_bias" in jax.tree_util.keystr(path) and x.shape[0] == 0
-    assert keys_shift_nothing or float(jnp.abs(x).max()) > 1e-7, path
-  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), a, b)
+  segment = jnp.where(position < 5, 0, -1)
+  grad = gradient(config)(params, tokens, position, segment)
+  other = gradient(config)(params, jnp.where(segment >= 0, tokens, 13), jnp.where(segment >= 0, position, 99), segment)
+  for path, x in jax.tree_util.tree_flatten_with_path(grad)[0]:
+    assert np.isfinite(x).all() and float(jnp.abs(x).max()) > 1e-6, path
+  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), grad, other)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bfloat16_runs_and_stays_close(name):
-  config = dataclasses.replace(CONFIGS[name], dtype="bfloat16", remat=True)
-  policy, (_, params, _, _) = decoder_policy(config), built(name)
-  tokens = tokens_of(2, 6)
-  rows = (tokens, *one_segment(tokens))
-  full, exact = jax.jit(policy.forward)(params, *rows), full_logits(name, tokens)[1]
-  weights = jax.jit(policy.prepare)(params)
-  hidden, cache = jax.jit(policy.extend)(weights, policy.cache(2, 8), tokens[:, :5], rows[1][:, :5])
-  last, cache = jax.jit(policy.extend)(weights, cache, tokens[:, 5:], rows[1][:, 5:])
+def test_remat_changes_no_gradient():
+  config = CONFIGS["qwen2"]
+  tokens = tokens_of()
+  rows = (built(config)[1], tokens, *one_segment(tokens))
+  remat = gradient(dataclasses.replace(config, remat=True))(*rows)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gradient(config)(*rows), remat)
+
+
+def bfloat16(config):
+  return dataclasses.replace(config, dtype="bfloat16", remat=True)
+
+
+@TWO
+def test_bfloat16_runs_and_stays_close(config):
+  policy, params, forward, _ = built(bfloat16(config))
+  tokens = tokens_of()
+  position, segment = one_segment(tokens)
+  decoded, routing, cache = decode(bfloat16(config), tokens, policy.cache(ROWS, LENGTH))
+  full = forward(params, tokens, position, segment, routing=routing)
+  exact = full_logits(config, tokens, routing=routing)
   assert cache.keys[0].dtype == jnp.bfloat16
-  if config.experts:
-    assert full.aux["router_probs"].dtype == jnp.float32
-    assert (np.asarray(full.aux["routing"]) == np.asarray(exact.aux["routing"])).mean() > 0.8
-    return
-  states = jnp.concatenate([hidden.states, last.states], 1)
-  assert full.states.dtype == jnp.float32
-  for got, want, tolerance in ((states, full.states, 0.03), (full.states, exact.states, 0.1)):
-    assert float(jnp.abs(got - want).max() / jnp.abs(want).max()) < tolerance
-  logits = policy.head(params, full.states)
-  np.testing.assert_allclose(policy.head(weights, full.states), logits, rtol=1e-6, atol=1e-6)
-  grad = lambda p: jax.jit(jax.grad(lambda q: jnp.sum(p.head(q, p.forward(q, *rows).states)[..., 3])))(params)
-  for got, want in zip(jax.tree.leaves(grad(policy)), jax.tree.leaves(grad(built(name)[0]))):
+  assert {full.states.dtype, decoded.dtype} == {jnp.dtype("float32")}
+  scale = float(jnp.abs(exact).max())
+  assert 1e-5 < float(jnp.abs(policy.head(params, full.states) - exact).max()) < 0.03 * scale
+  assert float(jnp.abs(decoded - policy.head(params, full.states)).max()) < 0.01 * scale
+
+
+def test_bfloat16_gradients_are_float32_and_close():
+  config, tokens = CONFIGS["qwen2"], tokens_of()
+  rows = (built(config)[1], tokens, *one_segment(tokens))
+  for got, want in zip(jax.tree.leaves(gradient(bfloat16(config))(*rows)), jax.tree.leaves(gradient(config)(*rows))):
     assert got.dtype == jnp.float32
-    assert float(jnp.linalg.norm(got - want)) < 0.05 * float(jnp.linalg.norm(want)) + 0.05
+    assert float(jnp.linalg.norm(got - want)) < 0.05 * float(jnp.linalg.norm(want))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +348,10 @@ def test_bfloat16_runs_and_stays_close(name):
 )
 def test_bfloat16_products_round_operands_only(spec, left, right):
   a, b = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate((left, right)))
-  rounded = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
+
+  def rounded(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
   g = jax.random.normal(jax.random.key(9), jnp.einsum(spec, a, b).shape)
   for wrap in (jax.jit, lambda f: f):
     y, pull = jax.vjp(wrap(lambda a, b: product(spec, a, b, "bfloat16")), a, b)
@@ -355,12 +369,13 @@ def test_rotation_by_hand():
 
 
 def test_rms_norm_by_hand():
-  np.testing.assert_allclose(rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0]), 0.5), [3 / 13**0.5, 8 / 13**0.5], rtol=1e-6)
+  got = rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0]), 0.5)
+  np.testing.assert_allclose(got, [3 / 13**0.5, 8 / 13**0.5], rtol=1e-6)
 
 
 def test_decoding_inside_a_loop_with_a_donated_cache_compiles_once():
-  policy, params, *_ = built("qwen3")
-  weights, tokens = policy.prepare(params), tokens_of(2, 8)
+  policy = built(CONFIGS["qwen3"])[0]
+  weights, tokens = weights_of(CONFIGS["qwen3"]), tokens_of()
   traces = []
 
   @functools.partial(jax.jit, donate_argnums=1)
@@ -373,24 +388,24 @@ def test_decoding_inside_a_loop_with_a_donated_cache_compiles_once():
       hidden, cache = policy.extend(weights, cache, column, jnp.full_like(column, t))
       return t + 1, cache, logits.at[:, t].set(policy.head(weights, hidden.states)[:, 0])
 
-    start = (0, cache, jnp.zeros((2, 8, SIZES["vocab_size"])))
-    _, cache, logits = jax.lax.while_loop(lambda c: c[0] < 8, body, start)
+    start = (0, cache, jnp.zeros((*tokens.shape, SIZES["vocab_size"])))
+    _, cache, logits = jax.lax.while_loop(lambda c: c[0] < LENGTH, body, start)
     return logits, cache
 
   for _ in range(2):
-    cache = policy.cache(2, 8)
+    cache = policy.cache(ROWS, LENGTH)
     logits, _ = run(weights, cache, tokens)
     assert cache.keys[0].is_deleted()
-  np.testing.assert_allclose(logits, full_logits("qwen3", tokens)[0], atol=1e-5)
+  np.testing.assert_allclose(logits, full_logits(CONFIGS["qwen3"], tokens), atol=1e-5)
   assert len(traces) == 1
 
 
 def test_a_bucket_of_slots_and_a_grown_cache_change_nothing():
-  policy, params, _, extend = built("llama")
-  weights, tokens = policy.prepare(params), tokens_of(2, 8)
+  policy, _, _, extend = built(CONFIGS["llama"])
+  weights, tokens = weights_of(CONFIGS["llama"]), tokens_of()
   position = one_segment(tokens)[0]
-  want = full_logits("llama", tokens)[0]
-  hidden, cache = extend(weights, policy.cache(2, 4), tokens[:, :4], position[:, :4])
+  want = full_logits(CONFIGS["llama"], tokens)
+  hidden, cache = extend(weights, policy.cache(ROWS, 4), tokens[:, :4], position[:, :4])
   np.testing.assert_allclose(policy.head(weights, hidden.states), want[:, :4], atol=1e-5)
   hidden, cache = extend(weights, grow(cache, 16), tokens[:, 4:], position[:, 4:], slots=8)
   np.testing.assert_allclose(policy.head(weights, hidden.states), want[:, 4:], atol=1e-5)
@@ -400,12 +415,10 @@ def test_a_bucket_of_slots_and_a_grown_cache_change_nothing():
 
 
 def test_a_prefix_end_changes_nothing_under_full_attention():
-  policy, params, forward, _ = built("llama")
-  tokens = tokens_of(1, 5)
-  rows = (tokens, *one_segment(tokens))
-  np.testing.assert_array_equal(
-    forward(params, *rows).states, forward(params, *rows, prefix_end=jnp.full_like(tokens, 2)).states
-  )
+  _, params, forward, _ = built(CONFIGS["llama"])
+  rows = (tokens_of(), *one_segment(tokens_of()))
+  with_prefix = forward(params, *rows, prefix_end=jnp.full_like(rows[0], 2))
+  np.testing.assert_array_equal(forward(params, *rows).states, with_prefix.states)
 
 
 @pytest.mark.parametrize(
@@ -428,9 +441,8 @@ def test_a_config_that_does_not_fit_is_refused(change, message):
     DecoderConfig(**{**DENSE, **change})
 
 
-@EVERY
-def test_architecture_is_named(name):
-  config = CONFIGS[name]
+@pytest.mark.parametrize("name, config", CONFIGS.items())
+def test_architecture_is_named(name, config):
   assert config.architecture == name
   assert hash(config) == hash(dataclasses.replace(config))
   with pytest.raises(ValueError, match="no transformers architecture"):
@@ -443,10 +455,10 @@ def test_heads_default_from_width():
 
 
 def test_rows_that_do_not_fit_are_refused():
-  policy, params, _, extend = built("llama")
-  tokens = tokens_of(2, 4)
+  policy, params, *_ = built(CONFIGS["llama"])
+  tokens = tokens_of(length=4)
   position, segment = one_segment(tokens)
-  weights, cache = policy.prepare(params), policy.cache(2, 4)
+  weights, cache = weights_of(CONFIGS["llama"]), policy.cache(2, 4)
   cases = [
     (lambda: policy.forward(params, tokens[0], position[0], segment[0]), "tokens must be"),
     (lambda: policy.forward(params, tokens, position[:, :3], segment), "position must have the shape of tokens"),
@@ -455,7 +467,7 @@ def test_rows_that_do_not_fit_are_refused():
     (lambda: policy.extend(weights, cache, tokens, position, slots=5), "slots=5"),
     (lambda: policy.cache(0, 4), "at least one row"),
   ]
-  moe, moe_params, *_ = built("qwen3_moe")
+  moe, moe_params, *_ = built(CONFIGS["qwen3_moe"])
   wrong = jnp.zeros((2, 4, 2, 3), int)
   cases.append((lambda: moe.forward(moe_params, tokens, position, segment, routing=wrong), r"\(2, 4, 2, 2\), got"))
   for call, message in cases:
