@@ -9,6 +9,7 @@ import concurrent.futures
 import errno
 import hashlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ class Checkpointer:
   def __init__(self, dir: epath.PathLike, *, keep: int = 2, warn: Callable[[str], None] = warnings.warn):
     if keep < 1:
       raise ValueError(f"keep must be at least 1, got {keep}")
-    self._dir, self._keep, self._warn = epath.Path(dir).resolve(), keep, warn
+    self._dir, self._keep, self._warn = _absolute(dir), keep, warn
     self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
     self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     self._pending: concurrent.futures.Future | None = None
@@ -164,6 +165,11 @@ class Checkpointer:
 
 
 # Folders
+
+
+def _absolute(dir: epath.PathLike) -> epath.Path:
+  path = epath.Path(dir)
+  return path if "://" in os.fspath(path) else path.resolve()
 
 
 def _folders(dir: epath.Path) -> dict[tuple[int, int], epath.Path]:

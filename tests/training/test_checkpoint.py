@@ -124,6 +124,7 @@ def test_a_relative_folder_means_the_one_below_the_current_one(tmp_path, monkeyp
     monkeypatch.chdir("/")
     checkpointer.save(1, {"x": jnp.zeros(2)}, {})
   assert (tmp_path / "runs" / "one" / "00000001" / "checksums.json").exists()
+  assert os.fspath(checkpoint._absolute("gs://bucket/run")) == "gs://bucket/run"
 
 
 # Faults on the disk
