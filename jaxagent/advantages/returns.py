@@ -16,7 +16,15 @@ from jaxagent.advantages.checks import check_ids, check_range, check_shapes
 from jaxagent.advantages.gae import token_rewards
 from jaxagent.advantages.group import _counted as first_rows
 from jaxagent.advantages.group import group_relative
-from jaxagent.advantages.segments import at_tokens, decayed_sum, lift, moments, over_rollouts, token_moments, turn_places
+from jaxagent.advantages.segments import (
+  at_tokens,
+  decayed_sum,
+  lift,
+  moments,
+  over_rollouts,
+  token_moments,
+  turn_places,
+)
 
 
 def reward_to_go(
