@@ -49,6 +49,7 @@ def test_greedy_equals_loops_and_never_chooses_twice(seed):
   rng = np.random.default_rng(seed)
   score, env = rng.choice([0.125, 0.25, 0.375, 0.5], 8).astype(np.float32), rng.integers(0, 3, 8)
   similarity = rng.choice([0.0, 0.25, 0.5], (8, 8)).astype(np.float32)
+  similarity = np.maximum(similarity, similarity.T)
   quota, available = rng.integers(0, 4, 3), rng.random(8) < 0.8
   task = GREEDY(score, similarity, env, quota, size=4, available=available).task
   assert_array_equal(task, greedy_by_loops(score, similarity, env, quota, available, 4))
