@@ -1,3 +1,24 @@
 """Functional reinforcement learning for LLM agents in JAX."""
 
+from typing import Any
+
 __version__ = "0.1.0"
+__all__ = ["Config", "collect", "load_config", "make_train_step", "train"]
+
+_HOMES = {
+  "Config": ("jaxagent.config", "Config"),
+  "collect": ("jaxagent.rollout.collect", "collect"),
+  "load_config": ("jaxagent.config", "load"),
+  "make_train_step": ("jaxagent.training.step", "make_train_step"),
+  "train": ("jaxagent.run", "train"),
+}
+
+
+def __getattr__(name: str) -> Any:
+  """The front door, opened on first use: importing a package of functions must not import a model or an engine."""
+  if name not in _HOMES:
+    raise AttributeError(f"module 'jaxagent' has no attribute {name!r}")
+  import importlib
+
+  module, attribute = _HOMES[name]
+  return getattr(importlib.import_module(module), attribute)

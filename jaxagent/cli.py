@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
   evaluate.add_argument("--step", type=int, help="the checkpoint's step (default: the newest)")
 
   sample = command("sample", "sample from a run or a model")
-  sample.add_argument("source", metavar="RUN_OR_MODEL", help="a run's folder, a Hugging Face folder or name, or a .gguf")
+  sample.add_argument("source", metavar="RUN_OR_MODEL", help="a run, a Hugging Face folder or name, or a .gguf")
   sample.add_argument("prompt", help="the user's message")
   sample.add_argument("--system", help="a system message")
   sample.add_argument("-n", type=int, default=1, help="samples")

@@ -92,7 +92,7 @@ def build_method(config: Config) -> Method:
     raise ValueError(f"method.name {name!r} is no preset; presets are {known}, or my_module:my_method")
   if isinstance(found, Method):
     if options:
-      raise ValueError(f"method {name} takes no options, got {', '.join(options)}; presets that take some are functions")
+      raise ValueError(f"method {name} takes no options, got {', '.join(options)}; those that do are functions")
     return found
   try:
     made = found(**options)

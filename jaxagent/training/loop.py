@@ -69,25 +69,30 @@ def train(config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool 
   """
   check_method(config, parts)
   with Interrupt() as interrupt:
-    state, start = restore(config, parts, hooks) if resume else warm_start(config, parts, hooks, interrupt)
+    state, start, evaluated = restore(parts, hooks) if resume else warm_start(config, parts, hooks, interrupt)
     engine = build_engine(config, parts, state.train.params, version=start)
     update = Update(config, parts)
     draws = itertools.islice(batches(parts.tasks, config.rollout.prompts, seed=config.seed), start, None)
+    done = start
     try:
-      if start == 0:
-        _evaluate(hooks, interrupt, engine, 0)
+      if evaluation_due(config, start) and not evaluated:
+        _evaluate(hooks, interrupt, engine, start)
+        evaluated = True
+      if start == 0 and config.sft.steps:
+        _save(hooks, state, 0, evaluated)
       for step in range(start, config.run.steps):
         with _profiled(hooks, step):
           state, record = _step(config, parts, hooks, interrupt, engine, update, state, step, next(draws))
-        done = step + 1
+        done, evaluated = step + 1, False
         hooks.record({"step": done, "phase": "train", **record})
-        if done % config.run.checkpoint_every == 0 or done == config.run.steps:
-          _save(hooks, state, done)
         interrupt.check()
-        if done == config.run.steps or (config.evaluation.every and done % config.evaluation.every == 0):
+        if evaluation_due(config, done):
           _evaluate(hooks, interrupt, engine, done)
+          evaluated = True
+        if done % config.run.checkpoint_every == 0 or done == config.run.steps:
+          _save(hooks, state, done, evaluated)
     except Interrupted:
-      _save(hooks, state, int(engine.version))
+      _save(hooks, state, done, evaluated)
       raise
     finally:
       if hooks.checkpointer is not None:
@@ -262,8 +267,14 @@ def rollout_metrics(rollouts: Rollouts, trajectories: list[Trajectory]) -> dict[
   }
 
 
-def warm_start(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) -> tuple[RunState, int]:
-  """The state before step 0: supervised on demonstrations if `sft.steps`, saved as checkpoint 0."""
+def evaluation_due(config: Config, step: int) -> bool:
+  """Before the first step, after the last, and every `evaluation.every` between."""
+  every = config.evaluation.every
+  return bool(config.evaluation.tasks) and (step in (0, config.run.steps) or (every and step % every == 0))
+
+
+def warm_start(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) -> tuple[RunState, int, bool]:
+  """The state before step 0, supervised on demonstrations if `sft.steps`; not evaluated yet."""
   params = parts.params
   if config.sft.steps:
     params = supervise(config, parts, hooks, interrupt)
@@ -271,10 +282,7 @@ def warm_start(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt)
   reference = None
   if "logp_ref" in parts.method.needs:
     reference = shard_params(params, parts.policy.axes, mesh=parts.mesh)
-  state = RunState(train, reference)
-  if config.sft.steps:
-    _save(hooks, state, 0)
-  return state, 0
+  return RunState(train, reference), 0, False
 
 
 def supervise(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) -> Any:
@@ -331,20 +339,20 @@ def abstract_state(parts: Parts) -> RunState:
   return RunState(train, reference)
 
 
-def restore(config: Config, parts: Parts, hooks: Hooks) -> tuple[RunState, int]:
+def restore(parts: Parts, hooks: Hooks) -> tuple[RunState, int, bool]:
   if hooks.checkpointer is None:
     raise ValueError("resume needs a checkpointer")
   restored = hooks.checkpointer.restore(abstract_state(parts))
-  return restored.state, restored.step
+  return restored.state, restored.step, bool(restored.meta["evaluated"])
 
 
-def _save(hooks: Hooks, state: RunState, step: int) -> None:
+def _save(hooks: Hooks, state: RunState, step: int, evaluated: bool) -> None:
   if hooks.checkpointer is None:
     return
   with out_of_memory_named("checkpoint"):
     hooks.checkpointer.wait()
     if hooks.checkpointer.latest() != step:
-      hooks.checkpointer.save(step, state, {"step": step})
+      hooks.checkpointer.save(step, state, {"evaluated": evaluated})
 
 
 def _evaluate(hooks: Hooks, interrupt: Interrupt, engine: Engine, step: int) -> None:

@@ -1,0 +1,275 @@
+"""A run: its folder, its trackers, its evaluation; what the command line and `jaxagent.train` call."""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from etils import epath
+
+from jaxagent import config as configuration
+from jaxagent.config import Config
+from jaxagent.envs.base import Tasks
+from jaxagent.evaluation.evaluate import evaluate
+from jaxagent.methods import Method
+from jaxagent.models.loading import export as export_model
+from jaxagent.report import display, store
+from jaxagent.report.trackers import JsonlWriter, TensorboardWriter, WandbWriter, Writer, combine
+from jaxagent.sampling.engine import Engine
+from jaxagent.sampling.request import Sampling
+from jaxagent.training import loop
+from jaxagent.training.build import Parts, build, build_engine, build_model
+from jaxagent.training.checkpoint import Checkpointer, CheckpointError
+from jaxagent.training.interrupt import Interrupted
+from jaxagent.training.phases import OutOfMemory
+
+USER_ERRORS = (ValueError, OSError, CheckpointError, OutOfMemory, loop.NonFinite)
+EVALUATION = 3  # stream of the run's key
+
+
+def train(
+  config: Config,
+  *,
+  method: Method | None = None,
+  env: Tasks | None = None,
+  tx: optax.GradientTransformation | None = None,
+  name: str = "run",
+  resume: bool = False,
+  profile: int | None = None,
+) -> loop.RunState:
+  """Trains by `config` into its run folder and returns the final state.
+
+  `method`, `env` and `tx` (any Optax chain) replace the sections of the config. The folder is `config.run.dir`, by
+  default `runs/<name>-<n>`; an explicit one that exists is a ValueError unless `resume`. SIGINT and SIGTERM save, then
+  raise KeyboardInterrupt.
+  """
+  set_compilation_cache(config)
+  folder = existing(config, name) if resume else fresh(config, name)
+  parts = from_run(config, build(config, method=method, env=env, tx=tx))
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "config.yaml").write_text(configuration.to_yaml(config))
+  with contextlib.ExitStack() as stack:
+    checkpointer = stack.enter_context(
+      Checkpointer(folder / "checkpoints", keep=config.run.checkpoint_keep, warn=display.warn)
+    )
+    start = checkpointer.latest_intact() if resume else None
+    writer = stack.enter_context(contextlib.closing(writers(config, folder, after=start)))
+    decode, warm_start = parts.chat.tokenizer.decode, config.sft.steps if start is None else None
+    screen = stack.enter_context(
+      display.Display(folder, steps=config.run.steps, warm_start=warm_start, decode=decode)
+    )
+    keep = functools.partial(store.write, decode=decode)
+    hooks = loop.Hooks(
+      record=lambda record: (writer.write(record), screen.write(record)),
+      rollouts=lambda step, *batch: keep_rollouts(config, folder / "rollouts", keep, screen, step, *batch),
+      dump=lambda step, *batch: keep(folder / "nonfinite", step, *batch),
+      evaluate=lambda engine: held_out(config, parts, engine),
+      checkpointer=checkpointer,
+      warn=screen.warn,
+      profile=lambda step: profiling(folder, step) if step == profile else contextlib.nullcontext(),
+    )
+    return loop.train(config, parts, hooks=hooks, resume=start is not None)
+
+
+# the folder
+
+
+def fresh(config: Config, name: str) -> epath.Path:
+  """A folder for a new run; ValueError if the one asked for exists."""
+  if config.run.dir is not None:
+    folder = epath.Path(config.run.dir)
+    if folder.exists() and any(folder.iterdir()):
+      raise ValueError(f"run.dir {folder} exists; choose another, or continue it with --resume {folder}")
+    return folder
+  taken = [n for n, _ in numbered(name)]
+  return epath.Path("runs") / f"{name}-{max(taken, default=0) + 1}"
+
+
+def existing(config: Config, name: str) -> epath.Path:
+  """The folder of `run.dir`, or the newest run of this name."""
+  if config.run.dir is not None:
+    folder = epath.Path(config.run.dir)
+    if not (folder / "config.yaml").exists():
+      raise ValueError(f"there is no run to resume in {folder} (no config.yaml)")
+    return folder
+  if not (runs := numbered(name)):
+    raise ValueError(f"there is no run to resume: no runs/{name}-<n>; start one without --resume")
+  return runs[-1][1]
+
+
+def numbered(name: str) -> list[tuple[int, epath.Path]]:
+  root = epath.Path("runs")
+  found = [(re.fullmatch(re.escape(name) + r"-(\d+)", p.name), p) for p in (root.iterdir() if root.exists() else ())]
+  return sorted(((int(m[1]), p) for m, p in found if m), key=lambda run: run[0])
+
+
+def run_folder(path: str) -> epath.Path:
+  folder = epath.Path(path)
+  if not (folder / "config.yaml").exists():
+    raise ValueError(f"{path} is not a run's folder: it has no config.yaml")
+  return folder
+
+
+def read_run(path: str, step: int | None = None) -> tuple[Config, Parts, Any, int]:
+  """Configuration, parts, parameters on the mesh and step of a run's checkpoint."""
+  folder = run_folder(path)
+  config = configuration.load(folder / "config.yaml")
+  parts = build(config)
+  params, step = read_params(folder, loop.abstract_state(parts).train.params, step)
+  return config, parts, params, step
+
+
+def read_params(folder: epath.Path, target: Any, step: int | None = None) -> tuple[Any, int]:
+  with Checkpointer(folder / "checkpoints", warn=display.warn) as checkpointer:
+    restored = checkpointer.restore(target, step=step, prefix="train/params")
+  return restored.state, restored.step
+
+
+def from_run(config: Config, parts: Parts) -> Parts:
+  """`parts` with the newest parameters of `run.init_from`, if that is set."""
+  if config.run.init_from is None:
+    return parts
+  params, _ = read_params(run_folder(config.run.init_from), loop.abstract_state(parts).train.params)
+  return dataclasses.replace(parts, params=params)
+
+
+# what the loop tells the outside
+
+
+def writers(config: Config, folder: epath.Path, *, after: int | None) -> Writer:
+  """Metrics to metrics.jsonl, TensorBoard and W&B, as the config says; what was written of later steps is dropped."""
+  made: list[Writer] = [JsonlWriter(folder / "metrics.jsonl", after=after)]
+  if config.tracking.tensorboard:
+    made.append(TensorboardWriter(folder / "tensorboard"))
+  if config.tracking.wandb is not None:
+    made.append(WandbWriter(config.tracking.wandb, folder, config=dataclasses.asdict(config)))
+  return combine(*made)
+
+
+def held_out(config: Config, parts: Parts, engine: Engine) -> dict[str, float]:
+  rules = dataclasses.replace(loop.sampling_rules(config), temperature=config.evaluation.temperature)
+  return evaluate(
+    engine,
+    parts.chat,
+    parts.tasks,
+    count=config.evaluation.tasks,
+    samples=config.evaluation.samples,
+    sampling=rules,
+    limits=loop.limits(config),
+    key=jax.random.fold_in(jax.random.key(config.seed), EVALUATION),
+  )
+
+
+def keep_rollouts(config: Config, folder: epath.Path, keep, screen, step: int, rollouts, trajectories) -> None:
+  tracking = config.tracking
+  if tracking.rollouts_every and step % tracking.rollouts_every == 0:
+    keep(folder, step, rollouts, trajectories)
+  if tracking.show:
+    screen.show(step, trajectories[: tracking.show])
+
+
+@contextlib.contextmanager
+def profiling(folder: epath.Path, step: int):
+  target = str(folder / "profile")
+  with jax.profiler.trace(target):
+    yield
+  display.say(f"profile of step {step} is in {target}")
+
+
+def set_compilation_cache(config: Config) -> None:
+  """JAX's persistent cache of compiled programs, for the whole process; `run.compilation_cache` says where."""
+  chosen = config.run.compilation_cache
+  if chosen == "auto":
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path(home) / "jaxagent" / "compiled")
+  if chosen is not None:
+    jax.config.update("jax_compilation_cache_dir", chosen)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+# the commands
+
+
+def train_command(args: argparse.Namespace, rest: list[str]) -> int:
+  name = Path(args.config).stem
+  overrides = list(rest)
+  if args.resume:
+    overrides += ["--run.dir", args.resume]
+  config = configuration.load(args.config, overrides)
+  try:
+    train(config, name=name, resume=args.resume is not None, profile=args.profile)
+  except Interrupted as signal:
+    print(f"stopped by {signal}; continue with --resume", file=sys.stderr)
+    return 128 + (15 if str(signal) == "SIGTERM" else 2)
+  return 0
+
+
+def eval_command(args: argparse.Namespace, rest: list[str]) -> int:
+  folder = run_folder(args.run)
+  config = configuration.load(folder / "config.yaml", rest)
+  set_compilation_cache(config)
+  parts = build(config)
+  params, step = read_params(folder, loop.abstract_state(parts).train.params, args.step)
+  measured = held_out(config, parts, build_engine(config, parts, params, version=step))
+  display.say(f"checkpoint of step {step}: " + ", ".join(f"{k} {v:.4g}" for k, v in measured.items()))
+  return 0
+
+
+def sample_command(args: argparse.Namespace, rest: list[str]) -> int:
+  if (epath.Path(args.source) / "config.yaml").exists():
+    config, parts, params, _ = read_run(args.source)
+    policy, chat = parts.policy, parts.chat
+  else:
+    config = configuration.load(None, ["--model.path", args.source])
+    policy, params, chat = build_model(config)
+  set_compilation_cache(config)
+  messages = [{"role": "user", "content": args.prompt}]
+  if args.system is not None:
+    messages.insert(0, {"role": "system", "content": args.system})
+  prompt = chat.render(messages)
+  rules = Sampling(
+    temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_tokens, stop_ids=(chat.eot,)
+  )  # fmt: skip
+  room = len(prompt) + args.max_tokens
+  engine = Engine(policy, params, tokenizer=chat.tokenizer, slots=max(args.n, 1), capacity=room, seed=args.seed)
+  for completion in engine.generate([prompt], n=args.n, sampling=rules)[0]:
+    ids = completion.ids[:-1] if completion.finish == "stop" else completion.ids
+    display.say(chat.tokenizer.decode(ids))
+  return 0
+
+
+def config_command(args: argparse.Namespace, rest: list[str]) -> int:
+  print(configuration.describe() if args.keys else configuration.to_yaml(configuration.load(args.config, rest)), end="")
+  return 0
+
+
+def export_command(args: argparse.Namespace, rest: list[str]) -> int:
+  _, parts, params, step = read_run(args.run, args.step)
+  export_model(args.directory, parts.policy.config, jax.device_get(params), parts.chat.tokenizer, parts.chat.template)
+  display.say(f"the checkpoint of step {step} is in {args.directory}")
+  return 0
+
+
+def rollouts_command(args: argparse.Namespace, rest: list[str]) -> int:
+  folder = run_folder(args.run) / "rollouts"
+  stored = store.steps(folder)
+  if not stored:
+    raise ValueError(f"{folder} holds no rollouts; tracking.rollouts_every may be 0")
+  step = stored[-1] if args.step is None else args.step
+  if step not in stored:
+    raise ValueError(f"step {step} is not stored in {folder}; stored are {stored[0]}..{stored[-1]}")
+  _, records = store.read(folder, step)
+  if args.index is None:
+    display.list_rollouts(step, records)
+  elif 0 <= args.index < len(records):
+    display.show_rollout(records[args.index])
+  else:
+    raise ValueError(f"--index must be in 0..{len(records) - 1}, got {args.index}")
+  return 0

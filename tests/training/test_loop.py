@@ -1,0 +1,226 @@
+"""The loop: what a step is made of, and that a run is a function of its config and its step."""
+
+import dataclasses
+import itertools
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxagent import config as configuration
+from jaxagent.methods import grpo, grpo_kl
+from jaxagent.training import loop
+from jaxagent.training.build import build
+from jaxagent.training.checkpoint import Checkpointer
+
+TINY = {
+  "model.shape": {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 16},
+  "env.options": {"digits": 1},
+  "rollout.prompts": 2,
+  "rollout.samples": 4,
+  "rollout.max_turns": 2,
+  "rollout.max_tokens": 64,
+  "rollout.max_turn_tokens": 8,
+  "rollout.slots": 8,
+  "training.microbatch_rows": 8,
+  "optimizer.learning_rate": 1e-3,
+  "evaluation.tasks": 4,
+  "run.steps": 4,
+  "run.checkpoint_every": 1,
+  "tracking.gap_warning": 1e-3,
+}
+MOE = {"width": 16, "layers": 2, "heads": 2, "experts": 4, "experts_per_token": 2, "expert_width": 8}
+
+
+class Luck:
+  """The outcome is the parity of what was written: rewards differ within a group of a random policy."""
+
+  tool_format = None
+
+  async def reset(self, seed):
+    from jaxagent.envs.base import Observation
+
+    return {0: Observation(({"role": "user", "content": str(seed % 10)},))}
+
+  async def step(self, actions):
+    from jaxagent.envs.base import Step
+
+    return Step(outcome=float(sum(map(ord, actions[0].text)) % 2), status="done")
+
+  async def close(self):
+    pass
+
+
+class LuckyTasks:
+  def __init__(self, size=None, environment=Luck):
+    self._size, self._environment = size, environment
+
+  def size(self, split):
+    return self._size
+
+  def environment(self, split, index):
+    return self._environment(), index if split == "train" else 10_000 + index
+
+
+def tiny(**changes) -> configuration.Config:
+  return configuration.load(None, {**TINY, **{k.replace("__", "."): v for k, v in changes.items()}})
+
+
+def run(config, *, hooks=None, resume=False, parts=None, **arguments):
+  records = []
+  parts = parts or build(config, env=LuckyTasks(), **arguments)
+  hooks = dataclasses.replace(hooks or loop.Hooks(), record=records.append)
+  return loop.train(config, parts, hooks=hooks, resume=resume), records
+
+
+def flat(state):
+  return np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(state))])
+
+
+def test_a_run_records_every_promised_metric_and_learns_nothing_silently():
+  state, records = run(tiny())
+  assert [r["step"] for r in records] == [1, 2, 3, 4] and {r["phase"] for r in records} == {"train"}
+  promised = {
+    "reward/mean", "success/mean", "loss", "grad_norm", "entropy", "kl/rollout_train", "logp_gap/max", "logp_gap/mean",
+    "clip_fraction", "groups/equal_reward_share", "rollouts/valid", "rollouts/truncated", "rollouts/failed",
+    "tokens_per_second/rollout", "tokens_per_second/update", "time/rollout", "time/update", "time/step",
+  }  # fmt: skip
+  for record in records:
+    assert promised <= set(record)
+    assert all(np.isfinite(v) for v in record.values() if isinstance(v, float))
+    assert record["logp_gap/max"] < 1e-4 and record["rollouts/valid"] == 8
+  assert int(state.train.updates) == 4 and any(r["grad_norm"] > 0 for r in records)
+
+
+@pytest.mark.parametrize("method", [grpo, grpo_kl(0.1)], ids=["grpo", "with a reference"])
+def test_two_n_steps_equal_n_steps_a_resume_and_n_steps(tmp_path, method):
+  whole, records = run(tiny(), method=method)
+  half = tiny(run__steps=2)
+  with Checkpointer(tmp_path) as checkpointer:
+    run(half, hooks=loop.Hooks(checkpointer=checkpointer), method=method)
+  with Checkpointer(tmp_path) as checkpointer:
+    resumed, rest = run(tiny(), hooks=loop.Hooks(checkpointer=checkpointer), resume=True, method=method)
+  np.testing.assert_array_equal(flat(whole), flat(resumed))
+  clock = ("time/", "tokens_per_second/")
+  kept = [{k: v for k, v in r.items() if not k.startswith(clock)} for r in (*records[2:], *rest)]
+  assert kept[:2] == kept[2:]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["rollout", "update"])
+def test_a_signal_saves_the_last_finished_step(tmp_path, number, where):
+  class Knock(Luck):
+    async def step(self, actions):
+      if where == "rollout" and knocks[0] == 13:
+        os.kill(os.getpid(), number)
+      knocks[0] += 1
+      return await super().step(actions)
+
+  knocks, config = [0], tiny()
+  parts = build(config, env=LuckyTasks(environment=Knock))
+
+  def on_rollouts(step, rollouts, trajectories):
+    if where == "update" and step == 2:
+      os.kill(os.getpid(), number)
+
+  with Checkpointer(tmp_path) as checkpointer:
+    hooks = loop.Hooks(checkpointer=checkpointer, rollouts=on_rollouts)
+    with pytest.raises(KeyboardInterrupt):
+      run(config, hooks=hooks, parts=parts)
+    finished = checkpointer.latest()
+    assert finished == (1 if where == "rollout" else 2)
+    knocks[0] = 100
+    resumed, _ = run(config, hooks=loop.Hooks(checkpointer=checkpointer), parts=parts, resume=True)
+  whole, _ = run(config)
+  np.testing.assert_array_equal(flat(whole), flat(resumed))
+
+
+def test_a_batch_that_is_not_finite_is_kept_and_not_applied(tmp_path):
+  kept = []
+  config = tiny()
+  poison = optax.chain(optax.stateless(lambda g, p: jax.tree.map(lambda x: x, g)), optax.sgd(1.0))
+  surrogate = lambda logp, advantage: jnp.where(advantage == 0, 0.0, logp * jnp.inf)  # noqa: E731
+  method = dataclasses.replace(grpo, objective=dataclasses.replace(grpo.objective, surrogate=surrogate))
+  hooks = loop.Hooks(dump=lambda step, *batch: kept.append((step, batch)) or "the dump")
+  with pytest.raises(loop.NonFinite, match="the batch is kept in the dump"):
+    run(config, hooks=hooks, method=method, tx=poison)
+  assert len(kept) == 1
+
+
+def test_epochs_and_minibatches_clip_against_the_parameters_before_the_first_update():
+  config = tiny(training__epochs=2, training__minibatches=2, optimizer__learning_rate=0.05)
+  state, records = run(config)
+  assert int(state.train.updates) == 16
+  assert max(r["clip_fraction"] for r in records) > 0
+  assert max(r["logp_gap/max"] for r in records) < 1e-4
+
+
+def test_the_gap_between_sampler_and_trainer_does_not_grow_over_thirty_updates():
+  _, records = run(tiny(run__steps=30, optimizer__learning_rate=3e-3))
+  gaps = [r["logp_gap/max"] for r in records]
+  assert max(gaps) < 1e-4
+
+
+def test_a_mixture_replays_what_the_sampler_used():
+  config = tiny(model__shape=MOE, run__steps=3, optimizer__learning_rate=1e-2)
+  _, records = run(config)
+  assert max(r["logp_gap/max"] for r in records) < 1e-4
+
+
+def test_warm_start_lowers_the_loss_and_stops_where_told(tmp_path):
+  config = tiny(sft__steps=30, sft__batch=8, sft__eval_every=10, sft__stop_at=0.5, run__steps=0)
+  parts, records = build(config), []
+  held_out = iter([0.1, 0.6])
+  hooks = loop.Hooks(record=records.append, evaluate=lambda engine: {"eval/success": next(held_out, 1.0)})
+  loop.train(config, parts, hooks=hooks)
+  losses = [r["loss"] for r in records if r["phase"] == "sft" and "loss" in r]
+  assert len(losses) == 20 and losses[-1] < losses[0] - 0.5
+
+
+def test_failures_of_the_environment_are_counted_and_train_nothing():
+  class Broken(Luck):
+    async def step(self, actions):
+      calls[0] += 1
+      if calls[0] % 4 == 0:
+        raise OSError("the tool's machine is gone")
+      return await super().step(actions)
+
+  calls = [0]
+  config = tiny(run__steps=2)
+  _, records = run(config, parts=build(config, env=LuckyTasks(environment=Broken)))
+  assert [r["rollouts/failed"] for r in records] == [2, 2] and [r["rollouts/valid"] for r in records] == [6, 6]
+
+
+@pytest.mark.parametrize("size, prompts", [(5, 2), (7, 3), (4, 4), (9, 5)])
+def test_a_finite_set_is_visited_once_an_epoch_and_never_twice_in_a_batch(size, prompts):
+  drawn = list(itertools.islice(loop.batches(LuckyTasks(size), prompts, seed=0), 4 * size))
+  assert all(len(set(batch)) == prompts for batch in drawn)
+  stream = list(itertools.chain(*drawn))
+  for epoch in range(4):
+    assert sorted(stream[epoch * size : (epoch + 1) * size]) == list(range(size))
+  again = list(itertools.islice(loop.batches(LuckyTasks(size), prompts, seed=0), 3, 4 * size))
+  assert again == drawn[3:]
+
+
+@pytest.mark.parametrize(
+  "changes, method, message",
+  [
+    ({}, "value", "reads value, which this loop does not provide"),
+    ({"rollout__top_p": 0.9}, "tis", "biased"),
+  ],
+)
+def test_what_a_method_cannot_do_is_said_before_anything_runs(changes, method, message):
+  slots = {"value": lambda value: value, "tis": lambda logp_old, logp_rollout: jnp.exp(logp_old - logp_rollout)}
+  chosen = dataclasses.replace(grpo, objective=dataclasses.replace(grpo.objective, weight=(slots[method],)))
+  with pytest.raises(ValueError, match=message):
+    run(tiny(**changes), method=chosen)
+
+
+def test_fewer_tasks_than_prompts_is_an_error():
+  config = tiny()
+  with pytest.raises(ValueError, match=r"has 1 tasks but rollout\.prompts is 2"):
+    run(config, parts=build(config, env=LuckyTasks(1)))
