@@ -1,5 +1,89 @@
-"""Outcomes to rewards: pure functions of arrays."""
+"""Outcomes to rewards: pure functions of arrays, and of text where the answer is text."""
 
-from jaxagent.rewards.efficiency import soft_overlong
+from jaxagent.rewards.answers import (
+  exact_match,
+  extract_answer,
+  extract_query,
+  f1_with_floor,
+  math_match,
+  normalize_answer,
+  retrieved_tokens,
+  search_reward,
+  token_f1,
+  valid_format,
+)
+from jaxagent.rewards.assertions import Assertions, assertion_reward, assertion_share, count_assertions, fell_back
+from jaxagent.rewards.efficiency import (
+  behaviour_of_modes,
+  difficulty_bonus,
+  efficiency_gate,
+  few_tool_calls,
+  gated_efficiency,
+  generated_tokens,
+  least_of_group,
+  least_tool_calls,
+  most_efficient,
+  reference_bonus,
+  soft_overlong,
+  solved_tasks_pay_for_tools,
+  tool_cost,
+)
+from jaxagent.rewards.progress import (
+  add_potential_shaping,
+  add_potential_shaping_bootstrapped,
+  all_prerequisites,
+  contract_progress,
+  last_known,
+  progress_return,
+  progress_rewards,
+  shaping_term,
+)
+from jaxagent.rewards.rubrics import discriminative, rubric_reward, step_quality, unanimous
+from jaxagent.rewards.shaping import cosine_length, length_penalty, repetition_penalty, tool_error_penalty
 
-__all__ = ["soft_overlong"]
+__all__ = [
+  "Assertions",
+  "add_potential_shaping",
+  "add_potential_shaping_bootstrapped",
+  "all_prerequisites",
+  "assertion_reward",
+  "assertion_share",
+  "behaviour_of_modes",
+  "contract_progress",
+  "cosine_length",
+  "count_assertions",
+  "difficulty_bonus",
+  "discriminative",
+  "efficiency_gate",
+  "exact_match",
+  "extract_answer",
+  "extract_query",
+  "f1_with_floor",
+  "fell_back",
+  "few_tool_calls",
+  "gated_efficiency",
+  "generated_tokens",
+  "last_known",
+  "least_of_group",
+  "least_tool_calls",
+  "length_penalty",
+  "math_match",
+  "most_efficient",
+  "normalize_answer",
+  "progress_return",
+  "progress_rewards",
+  "reference_bonus",
+  "repetition_penalty",
+  "retrieved_tokens",
+  "rubric_reward",
+  "search_reward",
+  "shaping_term",
+  "soft_overlong",
+  "solved_tasks_pay_for_tools",
+  "step_quality",
+  "token_f1",
+  "tool_cost",
+  "tool_error_penalty",
+  "unanimous",
+  "valid_format",
+]
