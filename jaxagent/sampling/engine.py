@@ -13,6 +13,7 @@ import collections
 import contextvars
 import dataclasses
 import functools
+import heapq
 import threading
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -50,7 +51,7 @@ class _Turn:
   searched: int = 0  # tokens that complete no stop string
   future: asyncio.Future | None = None
   completion: Completion | None = None
-  error: Exception | None = None
+  error: BaseException | None = None
 
   @property
   def done(self) -> bool:
@@ -63,7 +64,7 @@ class _Turn:
       self.routing.append(rows)
       self.routed += len(rows)
 
-  def settle(self, completion: Completion | None = None, error: Exception | None = None) -> None:
+  def settle(self, completion: Completion | None = None, error: BaseException | None = None) -> None:
     self.completion, self.error = completion, error
     if self.future is not None and not self.future.done():
       self.future.set_exception(error) if error else self.future.set_result(completion)
@@ -246,7 +247,7 @@ class Engine:
     self._key = jax.random.key(seed)
     self._opened, self._calls, self._order, self._entered = collections.Counter(), 0, 0, 0
     self._rows: list[Session | None] = [None] * slots
-    self._turns: list[_Turn] = []
+    self._turns: dict[_Turn, None] = {}  # in flight, in the order of submission
     self._participants: list[Participant] = []
     self._generation, self._prefilled, self._busy = 0, False, False
     self._lock = threading.Lock()
@@ -260,7 +261,7 @@ class Engine:
     mesh = mesh or _mesh_of(params)
     axes = programs.row_axes(self.policy, self.capacity)
     self._params_sharding = jax.tree.map(lambda leaf: _placed(leaf, mesh), params)
-    self._described = jax.tree.map(_description, params)
+    self._described = _description(params)
     home = jax.tree.leaves(self._params_sharding)[0]
     cache = jax.tree.map(lambda axis: home if mesh is None else _row_sharding(mesh, axis, self.slots), axes)
     rest = home if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -354,7 +355,7 @@ class Engine:
     """
     if on_load not in ("recompute", "keep"):
       raise ValueError(f'on_load must be "recompute" or "keep", got {on_load!r}')
-    if jax.tree.map(_description, params) != self._described:
+    if _description(params) != self._described:
       raise ValueError("load needs parameters of the engine's tree, shapes and dtypes; build a new engine for others")
     self._weights = self._prepare(jax.device_put(params, self._params_sharding))
     self.version = self.version + 1 if version is None else version
@@ -369,7 +370,7 @@ class Engine:
       call = self._plan()
       try:
         results = self._execute(call)
-      except Exception as error:
+      except BaseException as error:  # an interrupt too: the cache was given away
         self._fail(call, error)
         raise
       self._commit(call, results)
@@ -424,7 +425,7 @@ class Engine:
     self._order += 1
     turn = _Turn(session, sampling, self._order, len(session.tokens), session._reported, closes)
     session._turn = turn
-    self._turns.append(turn)
+    self._turns[turn] = None
     return turn
 
   # a call: plan (reads and writes the host's state), execute (may run in another thread), commit
@@ -438,12 +439,12 @@ class Engine:
     return self._plan_prefill(pending) if self._prefilled else self._plan_decode(ready)
 
   def _admit(self) -> None:
-    queue = sorted((t for t in self._turns if t.session._row is None), key=lambda t: (*t.session._rank, t.order))
+    queue = [turn for turn in self._turns if turn.session._row is None]
     if queue and all(s is not None and s._turn is None for s in self._rows):
       for session in sorted(self._rows, key=lambda s: s._rank, reverse=True)[: len(queue)]:
         self._release(session)
-    free = (row for row, session in enumerate(self._rows) if session is None)
-    for turn, row in zip(queue, list(free)):
+    free = [row for row, session in enumerate(self._rows) if session is None]
+    for turn, row in zip(heapq.nsmallest(len(free), queue, key=lambda t: (*t.session._rank, t.order)), free):
       self._rows[row], turn.session._row = turn.session, row
 
   def _plan_prefill(self, pending: list[Session]) -> _Call:
@@ -557,8 +558,8 @@ class Engine:
 
   # how turns and sessions end
 
-  def _end(self, turn: _Turn, completion: Completion | None = None, error: Exception | None = None) -> None:
-    self._turns.remove(turn)
+  def _end(self, turn: _Turn, completion: Completion | None = None, error: BaseException | None = None) -> None:
+    del self._turns[turn]
     turn.session._turn = None
     turn.settle(completion, error)
     if turn.closes or error is not None:
@@ -567,8 +568,7 @@ class Engine:
   def _abort(self, turn: _Turn) -> None:
     """Takes a turn back whose caller was cancelled, be it in flight or just completed."""
     session = turn.session
-    if turn in self._turns:
-      self._turns.remove(turn)
+    self._turns.pop(turn, None)
     if session._turn is turn:
       session._turn = None
     session._cut(turn.start)
@@ -590,7 +590,7 @@ class Engine:
     for session in filter(None, self._rows):
       session._processed = 0
 
-  def _fail(self, call: _Call, error: Exception) -> None:
+  def _fail(self, call: _Call, error: BaseException) -> None:
     """A device call failed: its turns end with the error, the others' keys, lost with the cache, are computed again."""
     self._cache = self._new_cache()
     self._forget_keys()
@@ -654,8 +654,9 @@ def _fill(rows: programs.Decoding, at: int, session: Session, capacity: int, voc
   rows.rules.top_k[at], rows.rules.min_p[at] = min(sampling.top_k, vocab_size), sampling.min_p
 
 
-def _description(leaf) -> tuple:
-  return np.shape(leaf), np.dtype(leaf.dtype)
+def _description(params) -> tuple:
+  leaves, tree = jax.tree.flatten(params)
+  return tree, [(np.shape(leaf), np.dtype(leaf.dtype)) for leaf in leaves]
 
 
 def _mesh_of(params) -> jax.sharding.Mesh | None:

@@ -47,8 +47,8 @@ def sample(logits: Float[Array, "B V"], uniform: Float[Array, "B"], rules: Rules
   A token of probability 0 under q is never drawn. Logits of -inf are allowed; NaN gives NaN log-probs and a valid id.
   """
   greedy = rules.temperature == 0
-  z = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, rules.temperature)[:, None]
-  z = z - jnp.max(z, -1, keepdims=True)
+  logits = logits.astype(jnp.float32)
+  z = (logits - jnp.max(logits, -1, keepdims=True)) / jnp.where(greedy, 1.0, rules.temperature)[:, None]
   mass = jnp.exp(z)
   total = jnp.sum(mass, -1)
   entropy = jnp.log(total) - jnp.sum(jnp.where(mass > 0, mass * z, 0.0), -1) / total

@@ -73,9 +73,18 @@ def built(name):
 
 
 @functools.cache
-def toy_engine(**options):
-  """Shared by the tests that leave nothing behind."""
-  return Engine(*built("toy"), **{"slots": 3, "capacity": 48, "tokenizer": Letters(), **options})
+def engine_of(name, slots=3, steps=5):
+  """Shared: compiling is what these tests take time for."""
+  capacity = 48 if name == "toy" else 200
+  return Engine(*built(name), slots=slots, capacity=capacity, steps_per_call=steps, tokenizer=Letters())
+
+
+def fresh_engine(params=None, **options):
+  """A new toy engine with the compiled programs of the shared one."""
+  policy, default = built("toy")
+  engine = Engine(policy, default if params is None else params, slots=3, capacity=48, steps_per_call=5, **options)
+  engine._prefill, engine._decode = engine_of("toy")._prefill, engine_of("toy")._decode
+  return engine
 
 
 @functools.cache
@@ -128,9 +137,9 @@ def assert_same(a, b):
 # exactness
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["dense", "moe"])
 def test_log_probs_equal_a_full_forward(name):
-  engine = Engine(*built(name), slots=3, capacity=200, steps_per_call=5)
+  engine = engine_of(name)
   prompts = prompts_of(1, 2, 15, 16, 17, 18, 40, 129, 150, 3)
   temperatures = [1.0, 0.3, 2.0, 0.7, 0.0, 1.0, 1.5, 1.0, 0.5, 1.0]
   rules = [Sampling(temperature=t, max_tokens=12 + i, top_k=3 * (i % 2)) for i, t in enumerate(temperatures)]
@@ -148,16 +157,16 @@ def test_log_probs_equal_a_full_forward(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_later_turns_are_exact_and_routing_has_one_row_for_each_processed_token(name):
-  engine = Engine(*built(name), slots=2, capacity=96, steps_per_call=4, seed=3)
+  engine = engine_of(name)
 
   async def episode(i):
     record = Trajectory(0, 0, i)
-    prompt, *more = prompts_of(20 + i, 1, 30, seed=i)
+    prompt, *more = prompts_of(7 + i, 1, 17, seed=i)
     record.append_context(prompt)
     async with engine.participant():
       session = engine.open(prompt, index=i)
       for ids in (*more, []):
-        record.append_action(await session.sample(Sampling(max_tokens=7, stop_ids=(1,))))
+        record.append_action(await session.sample(Sampling(max_tokens=6, stop_ids=(1,))))
         if ids:
           record.append_context(ids)
           session.append(ids)
@@ -186,7 +195,7 @@ def test_later_turns_are_exact_and_routing_has_one_row_for_each_processed_token(
 @pytest.mark.parametrize("name", ["toy", "dense"])
 def test_greedy_equals_an_argmax_loop(name):
   prompts = prompts_of(5, 19)
-  out = Engine(*built(name), slots=4, capacity=64).generate(prompts, sampling=Sampling(temperature=0.0, max_tokens=15))
+  out = engine_of(name).generate(prompts, sampling=Sampling(temperature=0.0, max_tokens=15))
   for prompt, (completion,) in zip(prompts, out):
     tokens = list(prompt)
     for _ in range(15):
@@ -197,8 +206,7 @@ def test_greedy_equals_an_argmax_loop(name):
 
 def test_frequencies_of_the_engine_equal_the_softmax():
   prompt, count = [3, 1, 4], 2000
-  engine = Engine(*built("toy"), slots=200, capacity=16)
-  out = engine.generate([prompt], n=count, sampling=Sampling(temperature=2.0, max_tokens=1))
+  out = engine_of("toy", slots=16).generate([prompt], n=count, sampling=Sampling(temperature=2.0, max_tokens=1))
   seen = np.bincount([completion.ids[0] for completion in out[0]], minlength=VOCABULARY)
   expected = count * np.exp([rescore("toy", [*prompt, token], 2.0)[0][-1] for token in range(VOCABULARY)])
   assert (expected >= 5).all()
@@ -212,16 +220,16 @@ def test_tokens_do_not_depend_on_slots_order_or_steps():
   prompts = prompts_of(4, 30, 1, 17, 9)
   rules = [Sampling(max_tokens=size, stop_ids=(2,)) for size in (9, 20, 3, 12, 16)]
   key = jax.random.key(5)
-  expected = toy_engine().generate(prompts, n=2, sampling=rules, key=key)
-  for options in ({"slots": 1, "steps_per_call": 1}, {"slots": 16, "steps_per_call": 5, "seed": 9}):
-    assert flat(toy_engine(**options).generate(prompts, n=2, sampling=rules, key=key)) == flat(expected)
+  expected = engine_of("toy").generate(prompts, n=2, sampling=rules, key=key)
+  for engine in (engine_of("toy", slots=1, steps=1), engine_of("toy", slots=16), fresh_engine(seed=9)):
+    assert flat(engine.generate(prompts, n=2, sampling=rules, key=key)) == flat(expected)
 
-  async def one(engine, i, sample):
-    session = engine.open(prompts[i], key=jax.random.fold_in(jax.random.fold_in(key, i), sample))
-    return await session.sample(rules[i])
+  async def one(i, sample):
+    with engine_of("toy").open(prompts[i], key=jax.random.fold_in(jax.random.fold_in(key, i), sample)) as session:
+      return await session.sample(rules[i])
 
   async def reversed_order():
-    return await asyncio.gather(*(one(toy_engine(slots=16, steps_per_call=5, seed=9), i, j) for i in reversed(range(5)) for j in (1, 0)))
+    return await asyncio.gather(*(one(i, j) for i in reversed(range(5)) for j in (1, 0)))
 
   assert [x.ids.tolist() for x in asyncio.run(reversed_order())] == flat(expected)[::-1]
 
@@ -229,7 +237,7 @@ def test_tokens_do_not_depend_on_slots_order_or_steps():
 def test_samples_and_calls_differ_and_a_seed_repeats_them():
   runs = []
   for seed in (0, 0, 1):
-    engine = Engine(*built("toy"), slots=8, capacity=48, seed=seed)
+    engine = fresh_engine(seed=seed)
     runs.append([flat(engine.generate([[1], [1]], n=3, sampling=Sampling(max_tokens=20))) for _ in range(2)])
   assert runs[0] == runs[1]
   everything = [tuple(ids) for run in (runs[0], runs[2]) for call in run for ids in call]
@@ -238,11 +246,14 @@ def test_samples_and_calls_differ_and_a_seed_repeats_them():
 
 def test_sessions_differ_by_default_and_by_index_under_one_key():
   async def first_turns():
-    engine = Engine(*built("toy"), slots=8, capacity=48)
+    engine = fresh_engine()
     key = jax.random.key(0)
     ways = [{}, {}, {"index": 0}, {"index": 0}, {"index": 1}, {"key": key}, *({"key": key, "index": i} for i in (0, 1))]
-    sessions = [engine.open([1, 2], **way) for way in ways]
-    return [tuple(x.ids.tolist()) for x in await asyncio.gather(*(s.sample(Sampling(max_tokens=20)) for s in sessions))]
+    turns = []
+    for way in ways:
+      with engine.open([1, 2], **way) as session:
+        turns.append(tuple((await session.sample(Sampling(max_tokens=20))).ids.tolist()))
+    return turns
 
   turns = asyncio.run(first_turns())
   assert len(set(turns)) == len(turns)
@@ -250,7 +261,7 @@ def test_sessions_differ_by_default_and_by_index_under_one_key():
 
 
 def test_raw_keys_are_taken_too():
-  engine, rules = toy_engine(), Sampling(max_tokens=5)
+  engine, rules = engine_of("toy"), Sampling(max_tokens=5)
   typed, raw = (engine.generate([[1]], sampling=rules, key=make(3)) for make in (jax.random.key, jax.random.PRNGKey))
   assert flat(typed) == flat(raw)
 
@@ -258,9 +269,9 @@ def test_raw_keys_are_taken_too():
 # how turns end
 
 
-@pytest.mark.parametrize("steps", (1, 5, 16))
-def test_stop_strings_end_the_turn_on_the_token_that_completes_them(steps):
-  engine, key = toy_engine(steps_per_call=steps), jax.random.key(1)
+@pytest.mark.parametrize("slots, steps", [(1, 1), (3, 5)])
+def test_stop_strings_end_the_turn_on_the_token_that_completes_them(slots, steps):
+  engine, key = engine_of("toy", slots, steps), jax.random.key(1)
   free = engine.generate([[1, 2]], sampling=Sampling(max_tokens=30), key=key)[0][0]
   text = Letters().decode(free.ids)
   stop = text[7:10]
@@ -276,7 +287,7 @@ def test_a_turn_after_a_stop_string_is_exact_although_tokens_beyond_it_were_proc
   async def turns():
     record = Trajectory(0, 0, 0)
     record.append_context([1, 2])
-    with toy_engine().open([1, 2], key=jax.random.key(1)) as session:
+    with engine_of("toy").open([1, 2], key=jax.random.key(1)) as session:
       for stop in ("", *"abcdefghijklmnopq"):
         record.append_action(await session.sample(Sampling(max_tokens=10 if stop else 1, stop=(stop,) if stop else ())))
         if session.room < 12:
@@ -293,7 +304,7 @@ def test_a_turn_after_a_stop_string_is_exact_although_tokens_beyond_it_were_proc
 
 def test_exactly_one_stop_id_ends_a_turn_and_belongs_to_it():
   stop_ids = (0, 3, 11)
-  out = toy_engine().generate([[1, 0, 3]], n=20, sampling=Sampling(max_tokens=40, stop_ids=stop_ids))[0]
+  out = engine_of("toy").generate([[1, 0, 3]], n=20, sampling=Sampling(max_tokens=40, stop_ids=stop_ids))[0]
   assert {completion.finish for completion in out} == {"stop"}
   for completion in out:
     assert completion.ids[-1] in stop_ids and not set(completion.ids[:-1].tolist()) & set(stop_ids)
@@ -307,7 +318,7 @@ def test_exactly_one_stop_id_ends_a_turn_and_belongs_to_it():
 )
 def test_limits(length, limit, sampled, finish):
   (prompt,) = prompts_of(length)
-  ((out,),) = toy_engine().generate([prompt], sampling=Sampling(max_tokens=limit))
+  ((out,),) = engine_of("toy").generate([prompt], sampling=Sampling(max_tokens=limit))
   assert (len(out.ids), out.finish, len(out.routing)) == (sampled, finish, length + sampled - 1)
   np.testing.assert_allclose(out.logp_rollout, rescore("toy", prompt + out.ids.tolist())[0][length - 1 :], atol=1e-5)
 
@@ -358,7 +369,7 @@ def play(engine, delays):
       await barrier.wait()
       turns = []
       await asyncio.sleep(rng.uniform(0, 0.02))
-      session = engine.open(prompts_of(3 + 4 * i, seed=i)[0], key=jax.random.fold_in(jax.random.key(0), i))
+      session = engine.open(prompts_of(3 + 2 * i, seed=i)[0], key=jax.random.fold_in(jax.random.key(0), i))
       for turn in range(2 + i % 2):
         turns.append(await session.sample(Sampling(max_tokens=4 + i, stop_ids=(3,), temperature=0.7)))
         await asyncio.sleep(rng.uniform(0, 0.02))
@@ -372,21 +383,31 @@ def play(engine, delays):
   return [completion for turns in asyncio.run(everyone()) for completion in turns]
 
 
-@pytest.mark.parametrize("name, slots", [("toy", 2), ("toy", 6), ("moe", 4)])
-def test_lockstep_is_deterministic_bit_for_bit(name, slots):
-  engine = Engine(*built(name), slots=slots, capacity=64, steps_per_call=3)
-  first = play(engine, 0)
+@pytest.mark.parametrize("name, slots", [("toy", 3), ("toy", 16), ("moe", 3)])
+def test_lockstep_is_deterministic_bit_for_bit(name, slots, monkeypatch):
+  engine = engine_of(name, slots)
+  calls, plan = [], engine._plan
+
+  def recorded():
+    call = plan()
+    calls.append([(at, start, size, tuple(turn.session.tokens)) for at, turn, start, size in call.work])
+    return call
+
+  monkeypatch.setattr(engine, "_plan", recorded)
+  first, planned = play(engine, 0), calls.copy()
   for delays in (1, 2):
+    calls.clear()
     assert_same(play(engine, delays), first)
+    assert calls == planned
 
 
 def test_without_lockstep_the_tokens_are_the_same():
-  first = [x.ids.tolist() for x in play(toy_engine(capacity=64), 0)]
-  assert [x.ids.tolist() for x in play(toy_engine(capacity=64, lockstep=False), 1)] == first
+  first = [x.ids.tolist() for x in play(engine_of("toy"), 0)]
+  assert [x.ids.tolist() for x in play(fresh_engine(lockstep=False), 1)] == first
 
 
 def test_lockstep_waits_for_the_participant_between_turns():
-  engine, started = toy_engine(), []
+  engine, started = engine_of("toy"), []
 
   async def fast():
     async with engine.participant():
@@ -409,7 +430,7 @@ def test_lockstep_waits_for_the_participant_between_turns():
 
 
 def test_more_sessions_than_rows_in_one_task_do_not_deadlock():
-  engine = toy_engine(slots=1)
+  engine = engine_of("toy", slots=1, steps=1)
 
   async def alternate():
     sessions = [engine.open(prompt, key=jax.random.key(i)) for i, prompt in enumerate(prompts_of(5, 8, 3))]
@@ -427,7 +448,7 @@ def test_more_sessions_than_rows_in_one_task_do_not_deadlock():
 
 
 def test_cancelling_frees_the_row_and_the_session_goes_on():
-  engine = toy_engine(slots=1, steps_per_call=1)
+  engine = engine_of("toy", slots=1, steps=1)
 
   async def cancel():
     session, other = (engine.open([1, 2, 3], key=jax.random.key(4)) for _ in range(2))
@@ -453,7 +474,7 @@ def test_cancelling_frees_the_row_and_the_session_goes_on():
 
 def test_a_timeout_cancels_one_request_and_harms_no_neighbour():
   async def run():
-    sessions = [toy_engine().open([1, 2], key=jax.random.key(i)) for i in range(2)]
+    sessions = [engine_of("toy").open([1, 2], key=jax.random.key(i)) for i in range(2)]
     with pytest.raises(TimeoutError):
       async with asyncio.timeout(0):
         await sessions[0].sample()
@@ -468,7 +489,7 @@ def test_a_timeout_cancels_one_request_and_harms_no_neighbour():
 
 def test_closing_ends_a_turn_in_flight_with_an_error():
   async def run():
-    session = toy_engine().open([1])
+    session = engine_of("toy").open([1])
     turn = asyncio.create_task(session.sample())
     await asyncio.sleep(0)
     session.close()
@@ -484,7 +505,7 @@ def test_closing_ends_a_turn_in_flight_with_an_error():
 
 
 def test_a_participant_that_raises_leaves_its_row_and_the_others_go_on():
-  engine = toy_engine(slots=1)
+  engine = engine_of("toy", slots=1, steps=1)
 
   async def failing():
     async with engine.participant():
@@ -505,7 +526,7 @@ def test_a_participant_that_raises_leaves_its_row_and_the_others_go_on():
 
 def test_generate_works_while_a_loop_runs():
   async def notebook():
-    return toy_engine().generate([[1]], sampling=Sampling(max_tokens=3))
+    return engine_of("toy").generate([[1]], sampling=Sampling(max_tokens=3))
 
   assert len(asyncio.run(notebook())[0][0].ids) == 3
 
@@ -516,14 +537,14 @@ def test_generate_works_while_a_loop_runs():
 def test_load_recomputes_live_sessions_and_every_token_keeps_its_version():
   policy, old = built("toy")
   new = policy.init(jax.random.key(8))
-  engine = Engine(policy, old, slots=2, capacity=64, steps_per_call=2, version=4)
+  engine = fresh_engine(version=4)
 
   async def run():
     session = engine.open([1, 2, 3])
     record = Trajectory(0, 0, 0)
     record.append_context([1, 2, 3])
     turn = asyncio.create_task(session.sample(Sampling(max_tokens=20)))
-    while len(session.tokens) < 8:
+    while len(session.tokens) < 6:
       await asyncio.sleep(0)
     engine.load(new, version=9)
     record.append_action(await turn)
@@ -544,7 +565,7 @@ def test_load_recomputes_live_sessions_and_every_token_keeps_its_version():
 
 def test_load_can_keep_the_keys():
   policy, old = built("toy")
-  engine = Engine(policy, old, slots=2, capacity=64)
+  engine = fresh_engine()
 
   async def second_turn(on_load):
     engine.load(old)
@@ -566,9 +587,9 @@ def test_load_refuses_other_parameters(change):
   if change != "tree":
     params["head"] = head[:, :-1] if change == "shape" else head.astype(jnp.bfloat16)
   with pytest.raises(ValueError, match="tree, shapes and dtypes"):
-    toy_engine().load(params)
+    fresh_engine().load(params)
   with pytest.raises(ValueError, match="on_load"):
-    toy_engine().load(built("toy")[1], on_load="drop")
+    fresh_engine().load(built("toy")[1], on_load="drop")
 
 
 @pytest.mark.parametrize("name", ["toy", pytest.param("dense", marks=pytest.mark.slow)])
@@ -576,7 +597,7 @@ def test_eight_devices_give_the_tokens_of_one(name):
   policy, params = built(name)
   mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
   prompts, rules, key = prompts_of(3, 25, 11), Sampling(max_tokens=10), jax.random.key(0)
-  expected = Engine(policy, params, slots=16, capacity=48).generate(prompts, n=4, sampling=rules, key=key)
+  expected = engine_of(name, slots=16).generate(prompts, n=4, sampling=rules, key=key)
   engine = Engine(policy, params, slots=16, capacity=48, mesh=mesh)
   out = engine.generate(prompts, n=4, sampling=rules, key=key)
   assert flat(out) == flat(expected)
@@ -614,14 +635,14 @@ ERRORS = [
 
 @pytest.mark.parametrize("call, message", ERRORS, ids=[message for _, message in ERRORS])
 def test_errors_at_submission(call, message):
-  engine = toy_engine(tokenizer=None)
+  engine = fresh_engine()
   with pytest.raises(ValueError, match=message):
     call(engine)
   assert engine.step() is False  # nothing was left in flight
 
 
 def test_errors_of_sessions():
-  engine = toy_engine(tokenizer=None, max_pending=2)
+  engine = fresh_engine(max_pending=2)
 
   async def run():
     full = engine.open(ROOM[:47])
@@ -645,8 +666,8 @@ def test_errors_of_sessions():
 
 
 def test_logits_that_are_not_finite_are_an_error():
-  policy, params = built("toy")
-  engine = Engine(policy, {**params, "head": params["head"] * np.nan}, slots=2, capacity=16)
+  _, params = built("toy")
+  engine = fresh_engine({**params, "head": params["head"] * np.nan})
   with pytest.raises(FloatingPointError, match="not finite, under weights of version 0"):
     engine.generate([[1], [2], [3]])
   engine.load(params)
@@ -654,7 +675,7 @@ def test_logits_that_are_not_finite_are_an_error():
 
 
 def test_a_failed_device_call_ends_its_turns_and_the_engine_goes_on(monkeypatch):
-  engine = Engine(*built("toy"), slots=2, capacity=16)
+  engine = fresh_engine()
   decode = engine._decode
 
   def out_of_memory(*arguments):
@@ -671,6 +692,7 @@ def test_a_failed_device_call_ends_its_turns_and_the_engine_goes_on(monkeypatch)
 
   with pytest.raises(MemoryError):
     asyncio.run(sample())
+  assert engine.step() is False
   monkeypatch.setattr(engine, "_decode", decode)
   out = asyncio.run(sample())
   np.testing.assert_allclose(out.logp_rollout, rescore("toy", [1, *out.ids.tolist()])[0], atol=1e-5)

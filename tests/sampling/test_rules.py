@@ -137,11 +137,13 @@ def test_a_single_positive_entry_is_always_drawn():
 
 
 def test_extreme_and_broken_logits():
-  logits = jnp.array([[1e30, -1e30, 0.0], [-jnp.inf, 0.0, -jnp.inf], [jnp.nan, 0.0, 1.0]])
+  logits = jnp.array([[1e30, -1e30, 30.0], [-jnp.inf, 0.0, -jnp.inf], [jnp.nan, 0.0, 1.0]])
   drawn = sample(logits, jnp.array([0.5, 0.999, 0.5]), broadcast(3, 1.0, 0, 1.0, 0.0))
   assert drawn.id[:2].tolist() == [0, 1] and drawn.logp_rollout[:2].tolist() == [0, 0]
   assert 0 <= int(drawn.id[2]) < 3 and np.isnan(drawn.logp_rollout[2])
   assert drawn.entropy[:2].tolist() == [0, 0]
+  nearly_greedy = sample(logits, jnp.array([0.5, 0.999, 0.5]), broadcast(3, 1e-36, 0, 1.0, 0.0))
+  assert nearly_greedy.id[:2].tolist() == [0, 1] and nearly_greedy.logp_rollout[:2].tolist() == [0, 0]
 
 
 def test_uniforms_depend_on_key_and_position_alone():
