@@ -219,10 +219,10 @@ def forward(
 def head(config: DecoderConfig, params: Params, states: Float[Array, "... D"]) -> Float[Array, "... V"]:
   """Logits in float32, from parameters or from prepared weights."""
   flat = states.reshape(-1, states.shape[-1])
-  if config.tied:
-    logits = product("nd,vd->nv", flat, params["embed"], config.dtype)
-  else:
+  if "head" in params:
     logits = product("nd,dv->nv", flat, params["head"], config.dtype)
+  else:
+    logits = product("nd,vd->nv", flat, params["embed"], config.dtype)
   return logits.reshape(*states.shape[:-1], -1)
 
 
@@ -231,8 +231,8 @@ def prepare(config: DecoderConfig, params: Params) -> Params:
   graph = _graph(lambda: _new_layer(config))
   layers = [nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params["layers"])) for i in range(config.layers)]
   weights = {"embed": params["embed"], "final_norm": params["final_norm"]}
-  if not config.tied:
-    weights["head"] = params["head"].astype(config.dtype)
+  if not config.tied or config.dtype != "float32":  # rounded once, not at every step
+    weights["head"] = (params["embed"].T if config.tied else params["head"]).astype(config.dtype)
   return {**weights, "layers": tuple(_arrays(fuse(layer)) for layer in layers)}
 
 
@@ -299,7 +299,8 @@ def decoder_policy(config: DecoderConfig) -> Policy:
 
   Parameters (float32): embed [V, D], final_norm [D], head [D, V] unless tied, and in `layers`, each with a leading axis
   L: attention_norm, mlp_norm [D]; attention/{q [D, H d], k, v [D, K d], o [H d, D]}, with `qkv_bias` {q, k, v}_bias,
-  with `qk_norm` {q, k}_norm [d]; mlp/{gate, up [D, F], down [F, D]}, for a mixture with a leading axis E and router [D, E].
+  with `qk_norm` {q, k}_norm [d]; mlp/{gate, up [D, F], down [F, D]}, for a mixture with a leading axis E and router
+  [D, E].
   """
 
   def bound(f):

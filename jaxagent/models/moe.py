@@ -133,7 +133,7 @@ class FusedMoe(Moe):
   """The same with gate and up in one product: the layout for decoding."""
 
   def __init__(self, moe: Moe):
-    self.config, self.router, self.down = moe.config, moe.router, moe.down
+    self.config, self.router = moe.config, moe.router
     self.gate_and_up = nnx.Param(jnp.concatenate([moe.gate[...], moe.up[...]], -1).astype(moe.config.dtype))
     self.down = nnx.Param(moe.down[...].astype(moe.config.dtype))
 

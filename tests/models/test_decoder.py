@@ -313,7 +313,7 @@ def bfloat16(config):
   return dataclasses.replace(config, dtype="bfloat16", remat=True)
 
 
-@TWO
+@pytest.mark.parametrize("config", [CONFIGS["llama"], CONFIGS["qwen3_moe"]], ids=["tied", "moe"])
 def test_bfloat16_runs_and_stays_close(config):
   policy, params, forward, _ = built(bfloat16(config))
   tokens = tokens_of()
