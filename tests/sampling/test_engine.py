@@ -285,17 +285,20 @@ def test_stop_strings_end_the_turn_on_the_token_that_completes_them(slots, steps
 
 def test_a_turn_after_a_stop_string_is_exact_although_tokens_beyond_it_were_processed():
   async def turns():
-    record = Trajectory(0, 0, 0)
+    record, lengths = Trajectory(0, 0, 0), []
     record.append_context([1, 2])
     with engine_of("toy").open([1, 2], key=jax.random.key(1)) as session:
-      for stop in ("", *"abcdefghijklmnopq"):
-        record.append_action(await session.sample(Sampling(max_tokens=10 if stop else 1, stop=(stop,) if stop else ())))
-        if session.room < 12:
-          return record
-        record.append_context([5])
-        session.append([5])
+      while session.room > 20:
+        turn = await session.sample(Sampling(max_tokens=15, stop=tuple("abcdefgh")))
+        record.append_action(turn)
+        record.append_context([5, 6, 7])
+        session.append([5, 6, 7])
+        lengths.append(len(turn.ids) if turn.finish == "stop" else 0)
+      record.append_action(await session.sample(Sampling(max_tokens=15)))
+    return record, lengths
 
-  record = asyncio.run(turns())
+  record, lengths = asyncio.run(turns())
+  assert sum(length % 5 != 0 for length in lengths) >= 2  # ended within a call of 5 steps
   logp, _, _ = rescore("toy", record.tokens)
   action = np.array(record.action)[1:]
   np.testing.assert_allclose(np.array(record.logp_rollout)[1:][action], logp[action], atol=1e-5)
