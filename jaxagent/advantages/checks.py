@@ -49,6 +49,18 @@ def check_range(name: str, x: Any, low: float, high: float, *, where: Any = None
     raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {x[tuple(bad[0])]} at {_index(bad[0])}")
 
 
+def check_finite(name: str, x: Any, *, where: Any = None) -> None:
+  """ValueError: a number that is NaN or infinite at a place where `where` holds: it would spoil every other one."""
+  if not concrete(x, where):
+    return
+  x = np.asarray(x)
+  bad = np.argwhere(~np.isfinite(x) & _places(x, where))
+  if len(bad):
+    raise ValueError(
+      f"{name} must be finite, got {x[tuple(bad[0])]} at {_index(bad[0])}; a rollout without one must have valid=False"
+    )
+
+
 def _places(x, where):
   if where is None:
     return True

@@ -4,14 +4,16 @@ Everything per token is `[N, T]`. `value[:, t]` is the critic's value of the sta
 that of the state after the last token (None or 0: the episode ended there). `turn_reward[n, s]` is received after the
 last action token of turn s, `reward[n]` after the last action token of the row; the two add up. Context tokens are
 skipped: they carry value and advantage across and get 0. Places where `mask` is False may hold anything. Each row is a
-stream of its own. A ValueError names a column whose shape disagrees and, on concrete arrays, a turn without a reward.
+stream of its own. A ValueError names a column whose shape disagrees and, on concrete arrays, a turn without a column in
+`turn_reward` and a reward that is not finite.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_ids, check_shapes
+from jaxagent.advantages.checks import check_finite, check_ids, check_shapes, concrete
 from jaxagent.advantages.segments import (
   Turns,
   at_tokens,
@@ -223,6 +225,10 @@ def _checked(reward, turn_reward, mask, turn, **more):
     mask=(mask, "N T"), turn=(turn, "N T"), reward=(reward, "N"), turn_reward=(turn_reward, "N S"), **more
   )
   check_ids("turn", turn, sizes["S"], where=mask)
+  if concrete(mask):
+    acting = np.asarray(mask).any(axis=1)
+    check_finite("reward", reward, where=acting)
+    check_finite("turn_reward", turn_reward, where=acting)
 
 
 def _rewards(reward, turn_reward, turn, turns: Turns):

@@ -64,24 +64,24 @@ def privileged_weights(
   executable: Bool[Array, "N T"] | None = None,
   rollout: Int[Array, "N"] | None = None,
   bound: float = 0.5,
-  temperature: float = 1.0,
+  scale: float = 1.0,
   threshold: float = 0.05,
 ) -> Float[Array, "N S"]:
-  """w_s = 1 + (bound / 2)(q_s - mean q), q_s = tanh(sign(A)(d_s - mean d) / temperature): one weight per turn.
+  """w_s = 1 + (bound / 2)(q_s - mean q), q_s = tanh(sign(A)(d_s - mean d) / scale): one weight per turn.
 
   d_s is the mean over the turn's `executable` tokens (default: all) of logp_privileged - logp_old, with differences
   below `threshold` set to 0; log-probs in nats of the same tokens, with and without the guidance in the prompt. The
   weights have mean 1 over the rollout's turns and lie within 1 +- bound; they are 1 where A = 0, for turns without an
   executable token and where fewer than two turns have one.
-  Source: Yang et al. 2026, arXiv 2608.31077 (TASPO), equations 6 to 10, from notes of the paper; bound, temperature and
-  threshold are ours, its values were not visible.
+  Source: Yang et al. 2026, arXiv 2608.31077 (TASPO), equations 6 to 10, from notes of the paper; bound, scale (nats)
+  and threshold are ours, its values were not visible.
   """
   check_shapes(
     mask=(mask, "N T"), turn=(turn, "N T"), advantage=(advantage, "N"), logp_privileged=(logp_privileged, "N T"),
     logp_old=(logp_old, "N T"), executable=(executable, "N T"), rollout=(rollout, "N"),
   )  # fmt: skip
-  if concrete(bound, temperature) and not (0 < bound <= 1 and temperature > 0):
-    raise ValueError(f"bound must lie in (0, 1] and temperature above 0, got {bound} and {temperature}")
+  if concrete(bound, scale) and not (0 < bound <= 1 and scale > 0):
+    raise ValueError(f"bound must lie in (0, 1] and scale above 0, got {bound} and {scale}")
   mask, turn = jnp.asarray(mask, bool), jnp.asarray(turn)
   check_ids("turn", turn, turns, where=mask)
   scored = mask if executable is None else mask & jnp.asarray(executable)
@@ -96,7 +96,7 @@ def privileged_weights(
     return jnp.where(present, x - mean, 0.0)
 
   sign = jnp.sign(jnp.asarray(advantage, jnp.float32))[:, None]
-  return 1 + bound / 2 * demeaned(jnp.tanh(sign * demeaned(score) / temperature))
+  return 1 + bound / 2 * demeaned(jnp.tanh(sign * demeaned(score) / scale))
 
 
 def weigh_by_privileged(
@@ -110,7 +110,7 @@ def weigh_by_privileged(
   executable: Bool[Array, "N T"] | None = None,
   rollout: Int[Array, "N"] | None = None,
   bound: float = 0.5,
-  temperature: float = 1.0,
+  scale: float = 1.0,
   threshold: float = 0.05,
 ) -> Float[Array, "N T"]:
   """A w_s at every action token of turn s, see `privileged_weights`; `turn_reward` only tells how many turns there are.
@@ -122,7 +122,7 @@ def weigh_by_privileged(
   check_shapes(mask=(mask, "N T"), turn_reward=(turn_reward, "N S"))
   weight = privileged_weights(
     advantage, logp_privileged, logp_old, mask, turn, np.shape(turn_reward)[1], executable=executable, rollout=rollout,
-    bound=bound, temperature=temperature, threshold=threshold,
+    bound=bound, scale=scale, threshold=threshold,
   )  # fmt: skip
   weighed = jnp.asarray(advantage, jnp.float32)[:, None] * weight
   return at_tokens(weighed, jnp.asarray(mask, bool), jnp.asarray(turn))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_ids, check_range, check_shapes
+from jaxagent.advantages.checks import check_finite, check_ids, check_range, check_shapes
 from jaxagent.advantages.gae import token_rewards
 from jaxagent.advantages.group import _counted as first_rows
 from jaxagent.advantages.group import group_relative
@@ -73,6 +73,7 @@ def standardize_tokens(
   `minus_baseline` with ddof=1 SPO++ (Ruan et al. 2026, arXiv 2608.24870). Divisor: action tokens - ddof.
   """
   check_shapes(mask=(mask, "N T"), advantage=(advantage, "N T" if jnp.ndim(advantage) == 2 else "N"))
+  check_finite("advantage", advantage, where=mask if jnp.ndim(advantage) == 2 else jnp.any(jnp.asarray(mask), axis=1))
   mask = jnp.asarray(mask, bool)
   x = jnp.where(mask, lift(jnp.asarray(advantage, jnp.float32), mask), 0.0)
   m = token_moments(x, mask, ddof=ddof)
@@ -178,6 +179,7 @@ def relative_per_reward(
   if weights is not None and len(weights) != count:
     raise ValueError(f"weights must hold one number per reward, {count}, got {len(weights)}")
   valid, rollout = _rows(n, group, valid, rollout)
+  check_finite("rewards", rewards, where=valid)
   counted = first_rows(rollout, valid)
   x = jnp.where(valid[:, None], jnp.asarray(rewards, jnp.float32), 0.0)
 
@@ -273,6 +275,8 @@ def minus_baseline(
   """
   n = check_shapes(reward=(reward, "N"), baseline=(baseline, "N"), valid=(valid, "N"))["N"]
   valid = jnp.ones(n, bool) if valid is None else jnp.asarray(valid)
+  check_finite("reward", reward, where=valid)
+  check_finite("baseline", baseline, where=valid)
   return jnp.where(valid, jnp.asarray(reward, jnp.float32) - baseline, 0.0)
 
 
@@ -333,6 +337,8 @@ def _turns_against(reward, turn_reward, group, mask, turn, valid, rollout, gamma
   check_shapes(mask=(mask, "N T"), group=(group, "N"), valid=(valid, "N"))
   n, turns = _checked(reward, turn_reward, mask, turn, rollout)
   valid, rollout = _rows(n, group, valid, rollout)
+  check_finite("reward", reward, where=valid)
+  check_finite("turn_reward", turn_reward, where=valid)
   mask = jnp.asarray(mask, bool) & valid[:, None]
   reward = jnp.where(valid, jnp.asarray(reward, jnp.float32), 0.0)
   returns = turn_returns(reward, turn_reward, mask, turn, rollout=rollout, gamma=gamma)

@@ -1,3 +1,5 @@
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,15 @@ COLUMNS = ("reward", "turn_reward", "value", "mask", "turn", "bootstrap")
 CRITIC = [gae, length_adaptive_gae, value_targets, turn_gae]
 CREDIT = [add_token_credit, multiply_token_credit]
 JITTED = {f: jax.jit(f) for f in [*CRITIC, *CREDIT, standardize_turns]}
+
+
+def run(f, *args, **kwargs):
+  """The jitted function with its own defaults as arguments, so that it compiles once in this file."""
+  parameters = inspect.signature(f).parameters.items()
+  defaults = {k: p.default for k, p in parameters if isinstance(p.default, float)}
+  return JITTED[f](*args, **{**defaults, **kwargs})
+
+
 seeds = st.integers(0, 10_000)
 few = settings(max_examples=25, deadline=None)
 
@@ -52,11 +63,11 @@ def example(context=0):
 def test_golden_mpo(context):
   batch = example(context)
   kept = batch["mask"]
-  turns = JITTED[turn_gae](**batch)
-  credit = JITTED[add_token_credit](turns, **batch)
+  turns = run(turn_gae, **batch)
+  credit = run(add_token_credit, turns, **batch)
   assert_allclose(turns[kept], TURN_GAE, atol=1e-6)
   assert_allclose(credit[kept], ADDITIVE, atol=1e-6)
-  assert_allclose(JITTED[gae](**batch)[kept], FLAT, atol=6e-5)
+  assert_allclose(run(gae, **batch)[kept], FLAT, atol=6e-5)
   assert_allclose(value_share_between_turns(batch["value"], kept, batch["turn"]), 0.921394, atol=1e-6)
   mean = np.repeat([np.mean(INSIDE[:3]), np.mean(INSIDE[3:5]), np.mean(INSIDE[5:])], [3, 2, 4])
   assert_allclose(credit[kept] - turns[kept] + mean, INSIDE, atol=1e-6)
@@ -64,7 +75,7 @@ def test_golden_mpo(context):
 
 
 def test_golden_mpo_turn_deltas():  # lam 0 leaves the deltas
-  assert_allclose(JITTED[turn_gae](**example(), lam=0.0)[0, [0, 3, 5]], [0.15, 0.07, 0.38], atol=1e-6)
+  assert_allclose(run(turn_gae, **example(), lam=0.0)[0, [0, 3, 5]], [0.15, 0.07, 0.38], atol=1e-6)
 
 
 def test_golden_t1():  # gamma = lam = 1 and a terminal reward: return minus value
@@ -93,9 +104,9 @@ def by_loops(batch, n, gamma, lam):
 @given(seeds)
 def test_tokens_equal_a_loop(seed):
   batch = ragged(seed)
-  out = JITTED[gae](**pick(batch, *COLUMNS), gamma=0.9, lam=0.8)
+  out = run(gae, **pick(batch, *COLUMNS), gamma=0.9, lam=0.8)
   assert_allclose(out, [by_loops(batch, n, 0.9, 0.8) for n in range(N)], atol=1e-5)
-  adaptive = JITTED[length_adaptive_gae](**pick(batch, *COLUMNS), alpha=0.4)
+  adaptive = run(length_adaptive_gae, **pick(batch, *COLUMNS), alpha=0.4)
   lam = np.maximum(0, 1 - 1 / (0.4 * np.maximum(batch["mask"].sum(1), 1)))
   assert_allclose(adaptive, [by_loops(batch, n, 1.0, lam[n]) for n in range(N)], atol=1e-5)
 
@@ -113,7 +124,7 @@ def turns_by_loops(batch, n, gamma, lam):
 @given(seeds)
 def test_turns_equal_a_loop(seed):
   batch = ragged(seed)
-  out = JITTED[turn_gae](**pick(batch, *COLUMNS), gamma=0.9, lam=0.7)
+  out = run(turn_gae, **pick(batch, *COLUMNS), gamma=0.9, lam=0.7)
   assert_allclose(out, [turns_by_loops(batch, n, 0.9, 0.7) for n in range(N)], atol=1e-5)
 
 
@@ -122,9 +133,9 @@ def test_turns_equal_a_loop(seed):
 def test_credit_keeps_the_mean_of_every_turn(seed):
   batch = ragged(seed)
   columns = pick(batch, *COLUMNS)
-  turns = np.asarray(JITTED[turn_gae](**columns))
-  added = np.asarray(JITTED[add_token_credit](turns, **columns))
-  multiplied = np.asarray(JITTED[multiply_token_credit](turns, **columns, strength=0.5))
+  turns = np.asarray(run(turn_gae, **columns))
+  added = np.asarray(run(add_token_credit, turns, **columns))
+  multiplied = np.asarray(run(multiply_token_credit, turns, **columns, strength=0.5))
   assert (multiplied * turns >= 0).all()
   for n in range(N):
     for _, places in turn_lists(batch, n):
@@ -133,18 +144,18 @@ def test_credit_keeps_the_mean_of_every_turn(seed):
         if len(places) == 1:
           assert_allclose(credited[n, places], turns[n, places], rtol=1e-5)
   for f in CREDIT:  # no strength: the turn's advantage at every token
-    assert_allclose(JITTED[f](turns, **columns, strength=0.0), turns, atol=1e-5, rtol=1e-5)
+    assert_allclose(run(f, turns, **columns, strength=0.0), turns, atol=1e-5, rtol=1e-5)
 
 
 def test_multiplicative_credit_equals_a_loop():
   batch = example()
-  turns = np.asarray(JITTED[turn_gae](**batch))
+  turns = np.asarray(run(turn_gae, **batch))
   want = []
   for places in ([0, 1, 2], [3, 4], [5, 6, 7, 8]):
     a = np.array(INSIDE)[places]
     odds = np.exp(np.sign(turns[0, places]) * a / (a.std() + 1e-6))
     want += list(turns[0, places] * len(places) * odds / odds.sum())
-  assert_allclose(JITTED[multiply_token_credit](turns, **batch)[0, :9], want, rtol=1e-4)
+  assert_allclose(run(multiply_token_credit, turns, **batch)[0, :9], want, rtol=1e-4)
 
 
 @few
@@ -153,8 +164,8 @@ def test_monte_carlo_targets_do_not_depend_on_the_values(seed):
   batch = ragged(seed)
   batch["bootstrap"][:] = 0
   columns = pick(batch, *COLUMNS)
-  a = JITTED[value_targets](**columns)
-  b = JITTED[value_targets](**{**columns, "value": batch["value"] * 7 + 1})
+  a = run(value_targets, **columns)
+  b = run(value_targets, **{**columns, "value": batch["value"] * 7 + 1})
   assert_allclose(a, b, atol=2e-5)
 
 
@@ -162,8 +173,8 @@ def test_monte_carlo_targets_do_not_depend_on_the_values(seed):
 @given(seeds)
 def test_turns_are_standardised_each_once(seed):
   batch = ragged(seed)
-  turns = JITTED[turn_gae](**pick(batch, *COLUMNS))
-  out = np.asarray(JITTED[standardize_turns](turns, batch["mask"], batch["turn"]))
+  turns = run(turn_gae, **pick(batch, *COLUMNS))
+  out = np.asarray(run(standardize_turns, turns, batch["mask"], batch["turn"]))
   each = [out[n, places[0]] for n in range(N) for _, places in turn_lists(batch, n)]
   if len(each) > 1:
     assert_allclose([np.mean(each), np.std(each)], [0, 1], atol=1e-3)
@@ -178,10 +189,10 @@ def test_masked_places_and_other_rows_change_nothing(seed, garbage):
   other = {**batch, "value": np.where(batch["mask"], batch["value"], np.float32(garbage))}
   p = np.random.default_rng(seed).permutation(N)
   for f in CRITIC:
-    out = np.asarray(JITTED[f](**pick(batch, *COLUMNS)))
+    out = np.asarray(run(f, **pick(batch, *COLUMNS)))
     assert np.isfinite(out).all() and (out[~batch["mask"]] == 0).all()
-    assert_array_equal(JITTED[f](**pick(other, *COLUMNS)), out)
-    assert_array_equal(JITTED[f](**{k: batch[k][p] for k in COLUMNS}), out[p])
+    assert_array_equal(run(f, **pick(other, *COLUMNS)), out)
+    assert_array_equal(run(f, **{k: batch[k][p] for k in COLUMNS}), out[p])
 
 
 def test_one_turn_is_reward_minus_value():
@@ -193,7 +204,7 @@ def test_one_turn_is_reward_minus_value():
 def test_bootstrap_enters_through_the_last_delta_only():
   batch = example()
   del batch["bootstrap"]
-  cut, done = (JITTED[turn_gae](**batch, bootstrap=np.full(N, b, np.float32), lam=0.0) for b in (0.3, 0.0))
+  cut, done = (run(turn_gae, **batch, bootstrap=np.full(N, b, np.float32), lam=0.0) for b in (0.3, 0.0))
   assert_allclose((cut - done)[0, :9], [0.0] * 5 + [0.3] * 4, atol=1e-6)
 
 
@@ -237,6 +248,7 @@ def test_gradients_of_credit_are_finite_at_equal_values(f):
   [
     (dict(value=np.zeros((6, 8))), r"value must have shape \[N=6, T=24\], got \[6, 8\]"),
     (dict(reward=np.zeros(2)), "reward must have shape"),
+    (dict(reward=np.array([np.nan, 0, 0, 0, 0, 0])), "reward must be finite, got nan at 0"),
     (dict(turn_reward=np.zeros(3)), "turn_reward must have shape"),
     (dict(bootstrap=np.zeros((1, 1))), "bootstrap must have shape"),
     (dict(turn_reward=np.zeros((6, 2))), r"turn must hold ids in \[0, 2\), got 2 at 0, 5"),

@@ -129,10 +129,15 @@ def test_better_steps_get_more_on_winners_and_less_blame_on_losers():
     assert high[0] > low[0]
 
 
+def test_a_step_earns_the_same_total_whatever_its_length():
+  for tokens in ([2, 4], [5, 1]):  # six tokens in all
+    assert_allclose(per_step(1, [0.25, 0.75], tokens) * tokens, [1.5, 4.5], rtol=1e-5)
+
+
 # --- two log-prob passes (TASPO)
 
 DELTA = [[0.8, 0.01, 0.4], [-0.3, -0.02], [0.05, 0.2, 0, 0.15], [5.0]]
-SETTINGS = dict(bound=0.5, temperature=0.3, threshold=0.03)
+SETTINGS = dict(bound=0.5, scale=0.3, threshold=0.03)
 
 
 def taspo():
@@ -168,7 +173,7 @@ def test_weights_have_mean_one_a_bound_and_no_sign(seed):
   columns = pick(batch, "mask", "turn", "rollout")
   a, b = batch["value"] * 9, np.where(batch["mask"], rng.normal(size=(N, T)), NAN).astype(np.float32)
   executable = rng.random((N, T)) < 0.7
-  w = np.asarray(jit_weights(advantage, a, b, **columns, executable=executable, turns=S, temperature=0.5))
+  w = np.asarray(jit_weights(advantage, a, b, **columns, executable=executable, turns=S, scale=0.5))
   assert (np.abs(w - 1) < 0.5).all() and np.isfinite(w).all()
   tanh = {}
   for r in set(batch["rollout"]):

@@ -42,11 +42,13 @@ POOLED = [[-0.692, -0.784, -0.784], [-0.765, -0.857], [1.3, 1.3, 1.208, 1.07], [
 
 
 def tev():
-  mask, turn, turn_reward = np.zeros((4, 4), bool), np.full((4, 4), -1), np.zeros((4, 4))
+  """In the shape of the ragged batches, so that nothing compiles twice."""
+  mask, turn = np.zeros((N, T), bool), np.full((N, T), -1, np.int32)
+  turn_reward, reward = np.zeros((N, S), np.float32), np.array([0, 0, 1, 0, np.nan, np.nan], np.float32)
   for n, potential in enumerate(POTENTIAL):
     gains = 0.25 * np.diff(potential)
     mask[n, : len(gains)], turn[n, : len(gains)], turn_reward[n, : len(gains)] = True, range(len(gains)), gains
-  return dict(reward=np.array([0.0, 0, 1, 0]), turn_reward=turn_reward, mask=mask, turn=turn)
+  return dict(reward=reward, turn_reward=turn_reward, mask=mask, turn=turn, rollout=np.arange(N), gamma=1.0)
 
 
 def flat(ragged_rows):
@@ -54,13 +56,13 @@ def flat(ragged_rows):
 
 
 def test_golden_tev():
-  batch, group = tev(), np.zeros(4, int)
-  kept = batch["mask"]
-  returns = turn_returns(**batch)
-  assert_allclose(returns[kept], flat(RETURNS), atol=1e-6)
-  assert_allclose(returns[:, 0], [0.165, 0.125, 1.25, 0], atol=1e-6)  # R = pass + 0.25 Phi of the end
-  assert_allclose(turn_relative(**batch, group=group)[kept], flat(PER_TURN), atol=1e-4)
-  assert_allclose(turn_relative_pooled(**batch, group=group)[kept], flat(POOLED), atol=6e-4)
+  batch, kept = tev(), tev()["mask"]
+  returns = np.asarray(jit_returns(**batch))
+  assert_allclose([returns[n, k] for n, row in enumerate(RETURNS) for k in range(len(row))], flat(RETURNS), atol=1e-6)
+  batch |= dict(group=np.zeros(N, int), valid=np.arange(N) < 4)
+  assert_allclose(returns[:4, 0], [0.165, 0.125, 1.25, 0], atol=1e-6)  # R = pass + 0.25 Phi of the end
+  assert_allclose(jit_relative(**batch)[kept], flat(PER_TURN), atol=1e-4)
+  assert_allclose(jit_pooled(**batch)[kept], flat(POOLED), atol=6e-4)
 
 
 def test_golden_gdpo():
@@ -212,11 +214,11 @@ def test_permutation_and_garbage(seed):
   batch = contiguous(ragged(seed))
   columns = pick(batch, *TURNS, "group", "valid", "rollout")
   p = np.random.default_rng(seed).permutation(N)
-  out = np.asarray(jit_relative(**columns))
-  assert_allclose(jit_relative(**{k: x[p] for k, x in columns.items()}), out[p], atol=1e-4)
+  out = np.asarray(jit_relative(**columns, gamma=0.9))
+  assert_allclose(jit_relative(**{k: x[p] for k, x in columns.items()}, gamma=0.9), out[p], atol=1e-4)
   invalid = ~batch["valid"]
   other = {**columns, "reward": np.where(invalid, 1e9, batch["reward"]).astype(np.float32)}
-  assert_array_equal(jit_relative(**other), out)
+  assert_array_equal(jit_relative(**other, gamma=0.9), out)
 
 
 @few
@@ -283,6 +285,9 @@ ROWS = dict(reward=np.zeros(3), turn_reward=np.zeros((3, 1)), mask=np.ones((3, 2
   [
     (lambda: turn_relative(**ROWS, group=np.array([0, 3, 0])), r"group must hold ids in \[0, 3\), got 3 at 1"),
     (lambda: turn_relative(**ROWS, group=np.zeros(2, int)), "group must have shape"),
+    (lambda: turn_relative(**{**ROWS, "reward": np.full(3, np.nan)}, group=np.zeros(3, int)), "reward must be finite"),
+    (lambda: standardize_tokens(np.array([0, np.nan, 0]), ROWS["mask"]), "advantage must be finite, got nan at 1"),
+    (lambda: relative_per_reward(np.full((3, 1), np.inf), np.zeros(3, int)), "rewards must be finite"),
     (lambda: reward_to_go(**{**ROWS, "turn": np.ones((3, 2), int)}), "turn must hold ids"),
     (lambda: relative_per_reward(np.zeros((3, 2)), np.zeros(3, int), weights=(1.0,)), "weights must hold one number"),
     (lambda: standardize_tokens(np.zeros((3, 3)), ROWS["mask"]), "advantage must have shape"),
@@ -298,4 +303,4 @@ def test_bad_input_is_named(call, said):
 
 def test_shapes_of_results():
   batch = ragged(0)
-  assert jit_returns(**pick(batch, *TURNS)).shape == (N, S)
+  assert jit_returns(**pick(batch, *TURNS, "rollout"), gamma=1.0).shape == (N, S)
