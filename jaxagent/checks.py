@@ -30,21 +30,38 @@ def concrete(*arrays: Any) -> bool:
   return not any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
-def check_ids(name: str, ids: Any, count: int) -> None:
-  """ValueError where concrete `ids` leave [0, count)."""
-  if ids is None or not concrete(ids) or not np.size(ids):
+def check_ids(name: str, ids: Any, count: int, *, where: Any = None) -> None:
+  """ValueError where concrete `ids` leave [0, count) at a place where `where` holds; None is skipped."""
+  if ids is None or not concrete(ids, where):
     return
-  low, high = np.min(ids), np.max(ids)
-  if low < 0 or high >= count:
-    raise ValueError(f"{name} must hold ids in [0, {count}), got {low}..{high}; renumber them")
+  ids = np.asarray(ids)
+  place = _first(((ids < 0) | (ids >= count)) & _places(ids, where))
+  if place is not None:
+    raise ValueError(f"{name} must hold ids in [0, {count}), got {ids[place]} at {_index(place)}; renumber them")
 
 
-def check_range(name: str, x: Any, low: float, high: float, *, where: Any = True) -> None:
+def check_range(name: str, x: Any, low: float, high: float, *, where: Any = None) -> None:
   """ValueError where concrete `x` is NaN or leaves [low, high] at a place where `where` holds."""
   if not concrete(x, where):
     return
   x = np.asarray(x)
-  bad = np.argwhere(~((x >= low) & (x <= high)) & where)
-  if len(bad):
-    place = tuple(map(int, bad[0]))
-    raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {x[place]} at index {place}")
+  place = _first(~((x >= low) & (x <= high)) & _places(x, where))
+  if place is not None:
+    raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {x[place]} at {_index(place)}")
+
+
+def _places(x, where):
+  """`where` with trailing axes to broadcast against x."""
+  if where is None:
+    return True
+  where = np.asarray(where)
+  return where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
+
+
+def _first(bad):
+  places = np.argwhere(bad)
+  return tuple(map(int, places[0])) if len(places) else None
+
+
+def _index(place):
+  return f"index {', '.join(map(str, place))}" if place else "the scalar"

@@ -26,10 +26,14 @@ def test_accepts_what_agrees_missing_arguments_and_tracers():
 
 
 def test_values_are_checked_where_they_are_known():
-  with pytest.raises(ValueError, match=r"group must hold ids in \[0, 3\), got 0..3"):
+  with pytest.raises(ValueError, match=r"group must hold ids in \[0, 3\), got 3 at index 1"):
     check_ids("group", np.array([0, 3]), 3)
-  with pytest.raises(ValueError, match=r"rate must lie in \[0, 1\], got nan at index \(1,\)"):
+  with pytest.raises(ValueError, match=r"rate must lie in \[0, 1\], got nan at index 1"):
     check_range("rate", np.array([0.0, np.nan]), 0, 1)
   check_range("rate", np.array([0.0, np.nan]), 0, 1, where=np.array([True, False]))
+  check_range("rate", np.array([[0.0, 1.0], [7.0, 8.0]]), 0, 1, where=np.array([True, False]))
+  check_ids("turn", np.array([-1, 0]), 1, where=np.array([False, True]))
+  with pytest.raises(ValueError, match=r"rate must lie in .* got 2.0 at the scalar"):
+    check_range("rate", 2.0, 0, 1)
   jax.jit(lambda x: (check_ids("x", x, 1), check_range("x", x, 0, 1)))(np.array([5, 7]))
   check_ids("none", np.zeros(0, int), 0)

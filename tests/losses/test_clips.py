@@ -31,10 +31,14 @@ from jaxagent.losses import (
   vespo,
 )
 
+gmpo, gspo, vespo, turn_clip, turn_mean_clip = map(jax.jit, (gmpo, gspo, vespo, turn_clip, turn_mean_clip))
 ELEMENTWISE = [dual_clip, two_sided_clip, cispo, cispo_capped, sapo, divergence_clip_tv, divergence_clip_kl]
 BY_SEGMENT = [gmpo, vespo, turn_clip, turn_mean_clip]
-JITTED = {f: jax.jit(f) for f in (*ELEMENTWISE, *BY_SEGMENT)}
 WIDE = dict(low=0.2, high=0.28)
+
+
+def grad(function, argnums=0):
+  return jax.jit(jax.grad(function, argnums))
 
 
 def at(function, ratio, advantage, logp=None, **settings):
@@ -78,7 +82,7 @@ def test_cispo_golden_of_both_conventions():
   "ratio, advantage, want", [(1, 1, 1), (1.5, 1, 0.940015), (1.5, -1, 0.93414), (3, -1, 0.388779)]
 )
 def test_sapo_slope_golden(ratio, advantage, want):  # in r
-  slope = jax.grad(lambda x: sapo(x, jnp.zeros(()), jnp.float32(advantage)))(jnp.log(jnp.float32(ratio)))
+  slope = grad(lambda x: sapo(x, jnp.zeros(()), jnp.float32(advantage)))(jnp.log(jnp.float32(ratio)))
   assert_allclose(-slope * advantage / ratio, want, rtol=2e-5)
 
 
@@ -99,7 +103,7 @@ def test_gmpo_golden(d, advantage, want):
 def test_vespo_golden(advantage, phi):
   for w, want in zip([0.5, 1.0, 1.5, 2.0], phi):
     row = one_row([np.log(w) / 2, np.log(w) / 2], advantage)
-    slope = jax.grad(lambda x, row=row: vespo(**{**row, "logp": x}).sum())(row["logp"])
+    slope = grad(lambda x, row=row: vespo(**{**row, "logp": x}).sum())(row["logp"])
     assert_allclose(slope, np.full((1, 2), -advantage * want), rtol=1e-5)
 
 
@@ -110,7 +114,7 @@ CREDIT = [0.44965, 0.414725, 0.483225]  # its tokens' advantages, of mean .4492
 def test_turn_clip_golden():
   row = dict(turn=jnp.zeros((1, 3), int), **one_row(TURN, CREDIT))
   assert_allclose(turn_clip(**row), [-1.061837 * np.array(CREDIT)], rtol=1e-6)
-  slope = jax.grad(lambda x: turn_clip(**{**row, "logp": x}).sum())(row["logp"])
+  slope = grad(lambda x: turn_clip(**{**row, "logp": x}).sum())(row["logp"])
   assert_allclose(slope, [[-0.477455, -0.44037, -0.513106]], rtol=1e-5)
   mean = turn_mean_clip(**row, low=0.5, high=1.0)
   assert_allclose(mean, [-1.020201 * np.array(CREDIT)], rtol=1e-6)
@@ -118,14 +122,14 @@ def test_turn_clip_golden():
 
 def test_without_the_stopped_gradient_credit_cancels_and_length_multiplies():
   plain = lambda x: -jnp.sum(jnp.exp(jnp.sum(x)) * jnp.asarray(CREDIT))  # noqa: E731
-  assert_allclose(jax.grad(plain)(jnp.asarray(TURN)), np.full(3, -1.430931), rtol=1e-5)
+  assert_allclose(grad(plain)(jnp.asarray(TURN)), np.full(3, -1.430931), rtol=1e-5)
 
 
 def test_at_the_old_policy_the_gradient_of_a_token_is_its_advantage():
   row = dict(turn=jnp.array([[0, 0, 1]]), **one_row([0.0, 0.0, 0.0], CREDIT))
   weight = token_mean(row["mask"])
   for f in (turn_clip, turn_mean_clip):
-    slope = jax.grad(lambda x, f=f: jnp.sum(weight * f(**{**row, "logp": x})))(row["logp"])
+    slope = grad(lambda x, f=f: jnp.sum(weight * f(**{**row, "logp": x})))(row["logp"])
     assert_allclose(slope, [-np.array(CREDIT) / 3], rtol=1e-6)
 
 
@@ -182,10 +186,10 @@ def test_equals_loops_on_packed_rows_and_ignores_rubbish(function, batch):
   row, turn = batch
   extra = dict(turn=turn) if function in (turn_clip, turn_mean_clip) else {}
   want = value_by_loops(function, row, turn)
-  out = np.asarray(JITTED[function](**row, **extra))
+  out = np.asarray(function(**row, **extra))
   assert_allclose(out[row["mask"]], want[row["mask"]], rtol=2e-4, atol=1e-5)
   spoilt = {k: np.where(row["mask"], row[k], v) for k, v in dict(logp=np.nan, logp_old=1e9, advantage=np.nan).items()}
-  same = np.asarray(JITTED[function](**{**row, **spoilt}, **extra))
+  same = np.asarray(function(**{**row, **spoilt}, **extra))
   assert_allclose(same, np.where(row["mask"], out, 0.0), atol=1e-6)
 
 
@@ -195,12 +199,12 @@ def test_turn_numbers_may_be_anything_and_need_not_be_unique_over_segments(batch
   row, turn = batch
   order = np.argsort(np.random.default_rng(0).permutation(12))
   renamed = np.where(turn >= 0, 50 * order[np.maximum(turn, 0)], -1)
-  assert_allclose(JITTED[turn_clip](**row, turn=renamed), JITTED[turn_clip](**row, turn=turn), atol=1e-6)
+  assert_allclose(turn_clip(**row, turn=renamed), turn_clip(**row, turn=turn), atol=1e-6)
   restarted = turn.copy()  # from 0 in every segment
   for r, k in zip(*np.unique(np.stack([np.repeat(np.arange(3), 10), row["segment"].reshape(-1)]), axis=1)):
     here = (row["segment"][r] == k) & (turn[r] >= 0)
     restarted[r, here] -= turn[r, here].min(initial=99)
-  assert_allclose(JITTED[turn_clip](**row, turn=restarted), JITTED[turn_clip](**row, turn=turn), atol=1e-6)
+  assert_allclose(turn_clip(**row, turn=restarted), turn_clip(**row, turn=turn), atol=1e-6)
 
 
 @pytest.mark.parametrize("function", ELEMENTWISE)
@@ -211,11 +215,11 @@ def test_gradient_equals_finite_differences(function):
   x = np.where(np.abs(np.abs(np.exp(x) - np.exp(old)) - 0.15) < 0.03, old, x)
   if function in (cispo, cispo_capped):  # the weight is a constant
     d = np.exp(np.clip(x - old, *np.log([0.8, 1.28]) if function is cispo else (-9, 9)))
-    assert_allclose(jax.grad(lambda x: function(x, old, a).sum())(jnp.asarray(x)), -a * d, rtol=1e-5)
+    assert_allclose(grad(lambda x: function(x, old, a).sum())(jnp.asarray(x)), -a * d, rtol=1e-5)
     return
   f = lambda x: function(x, old, a)  # noqa: E731
   numeric = (f(x + 5e-3) - f(x - 5e-3)) / 1e-2
-  assert_allclose(jax.grad(lambda x: f(x).sum())(jnp.asarray(x)), numeric, atol=2e-3)
+  assert_allclose(grad(lambda x: f(x).sum())(jnp.asarray(x)), numeric, atol=2e-3)
 
 
 def test_gmpo_gradient_is_that_of_the_sequence_objective():
@@ -227,7 +231,7 @@ def test_gmpo_gradient_is_that_of_the_sequence_objective():
   def paper(x):
     return -0.7 * jnp.exp(jnp.mean(jnp.minimum(x, 0.4)))
 
-  assert_allclose(jax.grad(ours)(row["logp"]), jax.grad(paper)(row["logp"]), rtol=1e-5)
+  assert_allclose(grad(ours)(row["logp"]), grad(paper)(row["logp"]), rtol=1e-5)
 
 
 def test_luspo_is_gspo_under_the_sequence_sum():
@@ -290,8 +294,9 @@ def test_finite_for_any_log_ratio(function):
   old = x[:, ::-1]
   extra = dict(mask=np.ones((1, 4), bool), segment=np.zeros((1, 4), int)) if function in BY_SEGMENT else {}
   extra |= dict(turn=np.zeros((1, 4), int)) if function in (turn_clip, turn_mean_clip) else {}
+  both = jax.jit(jax.value_and_grad(lambda x, a: function(x, old, jnp.full((1, 4), a), **extra).sum()))
   for sign in (1.0, -1.0):
-    value, slope = jax.value_and_grad(lambda x, s=sign: function(x, old, jnp.full((1, 4), s), **extra).sum())(x)
+    value, slope = both(x, sign)
     assert np.isfinite(value) and np.isfinite(slope).all()
 
 

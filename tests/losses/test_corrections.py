@@ -45,9 +45,9 @@ def test_golden():
   assert_allclose(np.clip(np.exp(RHO), 0, 2), truncated_importance(RHO, ZERO), rtol=1e-6)  # TIS [0, 2]
   want = [[0.258621, 0.689655, 0.862069, 1.465517, 1.724138]]
   assert_allclose(normalised_truncated_importance(RHO, ZERO, ALL), want, rtol=2e-6)
-  assert_allclose(sequence_truncated_importance(*whole, cap=9.0), [2.448], rtol=1e-6)
-  assert_allclose(sequence_truncated_importance(*whole), [2.0])
-  assert_allclose(geometric_truncated_importance(*whole), [1.196086], rtol=1e-6)
+  assert_allclose(JITTED[sequence_truncated_importance](*whole, cap=9.0), [2.448], rtol=1e-6)
+  assert_allclose(JITTED[sequence_truncated_importance](*whole), [2.0])
+  assert_allclose(JITTED[geometric_truncated_importance](*whole), [1.196086], rtol=1e-6)
   assert_array_equal(importance_within(RHO, ZERO), [[0, 1, 1, 1, 0]])
   assert_allclose(truncated_importance(np.log([[0.02]]), np.log([[0.01]])), [[2.0]], rtol=1e-6)
 
@@ -119,20 +119,20 @@ def test_a_length_counts_in_the_product_not_in_the_geometric_mean():
   d = np.full((2, 100), 0.01, np.float32)
   mask, rollout = np.arange(100)[None] < np.array([[100], [2]]), np.arange(2)
   args = d, 0 * d, mask, rollout
-  assert_array_equal(sequence_importance_within(*args), [False, True])
-  assert_array_equal(geometric_importance_within(*args, high=1.02), [True, True])
+  assert_array_equal(JITTED[sequence_importance_within](*args), [False, True])
+  assert_array_equal(JITTED[geometric_importance_within](*args, high=1.02), [True, True])
 
 
 def test_bounds_are_inclusive_and_the_lower_is_the_inverse():
   two = np.log(np.array([[2.0], [0.5], [2.1], [0.49]], np.float32))
   args = two, 0 * two, np.ones((4, 1), bool), np.arange(4)
-  assert_array_equal(sequence_importance_within(*args, high=2.0), [True, True, False, False])
-  assert_array_equal(sequence_importance_within(*args, low=0.1, high=2.0), [True, True, False, True])
+  assert_array_equal(JITTED[sequence_importance_within](*args, high=2.0), [True, True, False, False])
+  assert_array_equal(JITTED[sequence_importance_within](*args, low=0.1, high=2.0), [True, True, False, True])
 
 
 def test_veto_is_independent_of_the_clamp():
   d = np.array([[-30.0, 30.0], [-9.3, 0.0], [-9.1, 0.0]], np.float32)  # log 1e-4 is -9.21
-  assert_array_equal(not_vetoed(d, 0 * d, np.ones((3, 2), bool), np.arange(3)), [False, False, True])
+  assert_array_equal(JITTED[not_vetoed](d, 0 * d, np.ones((3, 2), bool), np.arange(3)), [False, False, True])
 
 
 def test_off_policy_mask_spares_only_what_is_punished():

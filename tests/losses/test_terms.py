@@ -17,7 +17,7 @@ def exact_kl(p, q):
 
 
 def expected(term, sampler):
-  """The mean of a per-token term over tokens drawn from `sampler`, which carries no gradient, as a function of logits."""
+  """The mean of a per-token term over tokens of `sampler`, which carries no gradient, as a function of logits."""
   weight = jnp.exp(log_pi(sampler))
   return lambda logits: jnp.sum(weight * term(log_pi(logits)))
 

@@ -9,14 +9,14 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from jaxagent.losses import agent_mean, sequence_mean, turn_mean
 
-TURN_MEAN, AGENT_MEAN = jax.jit(turn_mean), jax.jit(agent_mean)
+TURN_MEAN, AGENT_MEAN, SEQUENCE_MEAN = map(jax.jit, (turn_mean, agent_mean, sequence_mean))
 
 
 def test_turn_mean_golden():  # turns of 2, 1 and 3 tokens, a context token and one dropped
   keep = np.array([[1, 1, 0, 1, 0], [1, 1, 1, 0, 0]], bool)
   turn = np.array([[0, 0, -1, 1, 1], [5, 5, 5, -1, -1]])
   want = [[1 / 6, 1 / 6, 0, 1 / 3, 0], [1 / 9, 1 / 9, 1 / 9, 0, 0]]
-  assert_allclose(turn_mean(keep, turn), want, rtol=1e-6)
+  assert_allclose(TURN_MEAN(keep, turn), want, rtol=1e-6)
 
 
 def turns_by_loops(keep, turn):
@@ -54,12 +54,12 @@ def test_equal_loops_and_sum_to_one(seed, density):
   assert_allclose(by_agent, agents_by_loops(keep, rollout, agent), rtol=1e-5)
   for weights in (by_turn, by_agent):
     assert_allclose(np.sum(weights), float(keep.any()), rtol=1e-5)
-  assert_allclose(AGENT_MEAN(keep, rollout, 0 * agent), sequence_mean(keep, rollout), rtol=1e-5)
+  assert_allclose(AGENT_MEAN(keep, rollout, 0 * agent), SEQUENCE_MEAN(keep, rollout), rtol=1e-5)
 
 
 def test_a_talkative_agent_weighs_no_more():
   keep = np.array([[1, 1, 1, 1], [1, 0, 0, 0]], bool)
-  assert_array_equal(np.sum(agent_mean(keep, np.zeros(2, int), np.arange(2)), 1), [0.5, 0.5])
+  assert_array_equal(np.sum(AGENT_MEAN(keep, np.zeros(2, int), np.arange(2)), 1), [0.5, 0.5])
 
 
 def test_errors():

@@ -21,14 +21,22 @@ ENV = np.array([0, 0, 0, 1, 1, 2])
 SIMILARITY = np.where(ENV[:, None] == ENV, 0.9, 0.1).astype(np.float32)
 QUOTA = np.full(3, 2)
 GREEDY = jax.jit(diverse_batch, static_argnames="size")
-EXPLORE = jax.jit(exploring_batch, static_argnames="size")
+EVERY = np.ones(6, bool)
+LIFT = jax.jit(lift_quota)
+MIXED = jax.jit(mixed_groups)
+
+
+@jax.jit
+def explore_four(key, score, available, explore, temperature):
+  settings = dict(size=4, available=available, explore=explore, temperature=temperature)
+  return exploring_batch(key, score, SIMILARITY, ENV, QUOTA, **settings).task
 
 
 def test_greedy_golden():
-  out = diverse_batch(SCORE, SIMILARITY, ENV, QUOTA, size=4)
+  out = GREEDY(SCORE, SIMILARITY, ENV, QUOTA, size=4)
   assert_array_equal(out.task, [0, 3, 1, 5])
   assert_allclose(out.gain, [0.9, 0.55, 0.43, 0.25], rtol=1e-5)
-  assert_array_equal(diverse_batch(SCORE, SIMILARITY, ENV, QUOTA, size=4, penalty=0.0).task, [0, 1, 3, 4])
+  assert_array_equal(GREEDY(SCORE, SIMILARITY, ENV, QUOTA, size=4, penalty=0.0).task, [0, 1, 3, 4])
 
 
 def greedy_by_loops(score, similarity, env, quota, available, size):
@@ -59,26 +67,21 @@ def test_greedy_equals_loops_and_never_chooses_twice(seed):
 @given(seed=st.integers(0, 10_000), explore=st.sampled_from([0.0, 0.5, 1.0]))
 def test_exploring_keeps_quota_and_availability(seed, explore):
   available = np.array([1, 1, 0, 1, 1, 1], bool)
-  key = jax.random.key(seed)
-  task = EXPLORE(key, SCORE, SIMILARITY, ENV, QUOTA, size=4, available=available, explore=explore).task
-  task = np.asarray(task)
+  task = np.asarray(explore_four(jax.random.key(seed), SCORE, available, explore, 0.0))
   assert len(set(task)) == 4 and available[task].all() and (np.bincount(ENV[task], minlength=3) <= QUOTA).all()
   if explore == 0:
-    assert_array_equal(task, diverse_batch(SCORE, SIMILARITY, ENV, QUOTA, size=4, available=available).task)
+    assert_array_equal(task, GREEDY(SCORE, SIMILARITY, ENV, QUOTA, size=4, available=available).task)
 
 
 def test_exploring_starves_no_task():
-  seen = {int(t) for s in range(300) for t in EXPLORE(jax.random.key(s), SCORE, SIMILARITY, ENV, QUOTA, size=4).task}
-  assert seen == set(range(6))  # a3 and b2 have no other way in
-  again = [EXPLORE(jax.random.key(7), SCORE, SIMILARITY, ENV, QUOTA, size=4).task for _ in range(2)]
-  assert_array_equal(*again)
+  drawn = [explore_four(jax.random.key(s), SCORE, EVERY, 0.05, 0.0) for s in range(300)]
+  assert set(np.stack(drawn).flat) == set(range(6))  # a3 and b2 have no other way in
+  assert_array_equal(drawn[7], explore_four(jax.random.key(7), SCORE, EVERY, 0.05, 0.0))
 
 
 def test_temperature_breaks_ties():
   tied = np.zeros(6, np.float32)
-  first = {int(EXPLORE(jax.random.key(s), tied, SIMILARITY, ENV, QUOTA, size=4, explore=0.0, temperature=1.0).task[0])
-           for s in range(60)}  # fmt: skip
-  assert len(first) == 6
+  assert {int(explore_four(jax.random.key(s), tied, EVERY, 0.0, 1.0)[0]) for s in range(100)} == set(range(6))
 
 
 def test_quota():
@@ -96,7 +99,7 @@ def test_quota():
 def test_a_lifted_quota_is_always_enough(seed):
   rng = np.random.default_rng(seed)
   env, available = rng.integers(0, 3, 8), rng.random(8) < 0.7
-  quota = np.asarray(lift_quota(rng.integers(0, 3, 3), env, available, size=min(4, available.sum())))
+  quota = np.asarray(LIFT(rng.integers(0, 3, 3), env, available, size=min(4, available.sum())))
   assert np.minimum(quota, np.bincount(env[available], minlength=3)).sum() >= min(4, available.sum())
 
 
@@ -133,7 +136,7 @@ def test_dynamic_sampling_equals_counting_successes(seed):
   right = [sum(outcome[j] for j in range(10) if valid[j] and group[j] == g) for g in group]
   size = [sum(valid[j] and group[j] == g for j in range(10)) for g in group]
   want = [v and 0 < r < n for v, r, n in zip(valid, right, size)]
-  assert_array_equal(mixed_groups(outcome, group, valid=valid), want)
+  assert_array_equal(MIXED(outcome, group, valid=valid), want)
 
 
 @pytest.mark.parametrize(
