@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_finite, check_ids, check_shapes, concrete
+from jaxagent.advantages.checks import check_finite
 from jaxagent.advantages.segments import (
   Turns,
   at_tokens,
@@ -27,6 +27,7 @@ from jaxagent.advantages.segments import (
   turn_mean,
   turn_places,
 )
+from jaxagent.checks import check_ids, check_shapes, concrete
 
 
 def token_rewards(

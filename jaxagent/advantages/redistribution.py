@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_ids, check_range, check_shapes, concrete
 from jaxagent.advantages.group import group_relative
 from jaxagent.advantages.segments import at_tokens, over_rollouts, turn_places
+from jaxagent.checks import check_ids, check_range, check_shapes, concrete
 
 
 def redistribute_by_quality(

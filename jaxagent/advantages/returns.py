@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_finite, check_ids, check_range, check_shapes
+from jaxagent.advantages.checks import check_finite
 from jaxagent.advantages.gae import token_rewards
 from jaxagent.advantages.group import _counted as first_rows
 from jaxagent.advantages.group import group_relative
@@ -25,6 +25,7 @@ from jaxagent.advantages.segments import (
   token_moments,
   turn_places,
 )
+from jaxagent.checks import check_ids, check_range, check_shapes
 
 
 def reward_to_go(

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_ids, check_shapes, concrete
 from jaxagent.advantages.group import _counted as first_rows
 from jaxagent.advantages.group import group_relative
 from jaxagent.advantages.returns import turn_returns
 from jaxagent.advantages.segments import at_tokens, lift, moments, turn_places
+from jaxagent.checks import check_ids, check_shapes, concrete
 
 
 def group_entropy(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxagent.advantages.checks import check_shapes
+from jaxagent.checks import check_shapes
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

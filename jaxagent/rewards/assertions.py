@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_range, check_shapes
+from jaxagent.checks import check_range, check_shapes
 
 
 class Assertions(NamedTuple):

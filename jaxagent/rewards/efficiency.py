@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_ids, check_range, check_shapes
 from jaxagent.advantages.group import _counted as first_rows
 from jaxagent.advantages.segments import over_rollouts
+from jaxagent.checks import check_ids, check_range, check_shapes
 
 
 def soft_overlong(

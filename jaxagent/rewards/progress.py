@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_ids, check_range, check_shapes, concrete
 from jaxagent.advantages.segments import over_rollouts, turn_places
+from jaxagent.checks import check_ids, check_range, check_shapes, concrete
 
 
 def all_prerequisites(prerequisite: Bool[np.ndarray, "V V"]) -> Bool[np.ndarray, "V V"]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_ids, check_range, check_shapes
+from jaxagent.checks import check_ids, check_range, check_shapes
 
 
 def unanimous(verdicts: Int[Array, "K N C"]) -> Int[Array, "N C"]:

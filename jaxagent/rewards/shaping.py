@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.checks import check_range, check_shapes
+from jaxagent.checks import check_range, check_shapes
 from jaxagent.rewards.efficiency import generated_tokens, is_correct
 
 

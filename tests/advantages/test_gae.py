@@ -246,12 +246,12 @@ def test_gradients_of_credit_are_finite_at_equal_values(f):
 @pytest.mark.parametrize(
   "change, said",
   [
-    (dict(value=np.zeros((6, 8))), r"value must have shape \[N=6, T=24\], got \[6, 8\]"),
+    (dict(value=np.zeros((6, 8))), r"value must have shape .N T. with N=6, T=24, got .6, 8."),
     (dict(reward=np.zeros(2)), "reward must have shape"),
-    (dict(reward=np.array([np.nan, 0, 0, 0, 0, 0])), "reward must be finite, got nan at 0"),
+    (dict(reward=np.array([np.nan, 0, 0, 0, 0, 0])), "reward must be finite, got nan at index 0"),
     (dict(turn_reward=np.zeros(3)), "turn_reward must have shape"),
     (dict(bootstrap=np.zeros((1, 1))), "bootstrap must have shape"),
-    (dict(turn_reward=np.zeros((6, 2))), r"turn must hold ids in \[0, 2\), got 2 at 0, 5"),
+    (dict(turn_reward=np.zeros((6, 2))), r"turn must hold ids in \[0, 2\), got 2 at index 0, 5"),
   ],
 )
 def test_bad_input_is_named(change, said):

@@ -283,10 +283,10 @@ ROWS = dict(reward=np.zeros(3), turn_reward=np.zeros((3, 1)), mask=np.ones((3, 2
 @pytest.mark.parametrize(
   "call, said",
   [
-    (lambda: turn_relative(**ROWS, group=np.array([0, 3, 0])), r"group must hold ids in \[0, 3\), got 3 at 1"),
+    (lambda: turn_relative(**ROWS, group=np.array([0, 3, 0])), r"group must hold ids in \[0, 3\), got 3 at index 1"),
     (lambda: turn_relative(**ROWS, group=np.zeros(2, int)), "group must have shape"),
     (lambda: turn_relative(**{**ROWS, "reward": np.full(3, np.nan)}, group=np.zeros(3, int)), "reward must be finite"),
-    (lambda: standardize_tokens(np.array([0, np.nan, 0]), ROWS["mask"]), "advantage must be finite, got nan at 1"),
+    (lambda: standardize_tokens(np.array([0, np.nan, 0]), ROWS["mask"]), "advantage must be finite, got nan at index 1"),
     (lambda: relative_per_reward(np.full((3, 1), np.inf), np.zeros(3, int)), "rewards must be finite"),
     (lambda: reward_to_go(**{**ROWS, "turn": np.ones((3, 2), int)}), "turn must hold ids"),
     (lambda: relative_per_reward(np.zeros((3, 2)), np.zeros(3, int), weights=(1.0,)), "weights must hold one number"),
