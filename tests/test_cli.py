@@ -1,0 +1,161 @@
+"""The command line: every command on a small run, and one clear line with exit code 2 for every mistake."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+from jaxagent import cli
+
+CONFIG = {
+  "model": {"shape": {"width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 16}},
+  "env": {"name": "calculator", "options": {"digits": 1}},
+  "rollout": {
+    "prompts": 2, "samples": 4, "max_turns": 2, "max_tokens": 64, "max_turn_tokens": 8, "slots": 8
+  },
+  "run": {"steps": 2, "checkpoint_every": 1, "compilation_cache": None},
+  "training": {"microbatch_rows": 8},
+  "evaluation": {"tasks": 4},
+}  # fmt: skip
+
+
+def write(folder, **changes):
+  """A config file with dotted changes; None as a value removes nothing, it is YAML's null."""
+  values = json.loads(json.dumps(CONFIG))
+  for key, value in changes.items():
+    *path, last = key.split("__")
+    place = values
+    for name in path:
+      place = place.setdefault(name, {})
+    place[last] = value
+  path = folder / "tiny.yaml"
+  path.write_text(yaml.safe_dump(values))
+  return str(path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """A finished run, and where it is."""
+  folder = tmp_path_factory.mktemp("finished")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.chdir(folder)
+    assert cli.main(["train", write(folder), "--seed=3"]) == 0
+  return folder / "runs" / "tiny-1"
+
+
+def test_train_leaves_a_whole_run(finished):
+  records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+  assert [(r["phase"], r["step"]) for r in records] == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
+  assert "eval/success" in records[0]
+  assert yaml.safe_load((finished / "config.yaml").read_text())["seed"] == 3
+  assert list((finished / "tensorboard").glob("events*")) and len(list((finished / "rollouts").iterdir())) == 2
+  assert len(list((finished / "checkpoints").iterdir())) == 2
+
+
+def test_a_second_run_gets_its_own_folder_and_resume_says_which(finished, capsys, monkeypatch):
+  monkeypatch.chdir(finished.parent.parent)
+  before = (finished / "metrics.jsonl").read_text()
+  assert cli.main(["train", "tiny.yaml", "--resume", "--run.steps", "2"]) == 0
+  assert "tiny-1" in capsys.readouterr().out
+  assert (finished / "metrics.jsonl").read_text() == before
+  assert cli.main(["train", "tiny.yaml", "--run.steps", "0", "--evaluation.tasks=0"]) == 0
+  assert (finished.parent / "tiny-2").exists()
+  shutil.rmtree(finished.parent / "tiny-2")
+
+
+def test_looking_at_a_run(finished, capsys, tmp_path):
+  assert cli.main(["eval", str(finished), "--evaluation.tasks", "3"]) == 0
+  assert "success" in capsys.readouterr().out
+  assert cli.main(["sample", str(finished), "1+1", "-n", "2", "--max-tokens", "4"]) == 0
+  assert cli.main(["rollouts", str(finished)]) == 0
+  assert capsys.readouterr().out.count("task") >= 8
+  assert cli.main(["rollouts", str(finished), "--step", "1", "--index", "0"]) == 0
+  assert "policy" in capsys.readouterr().out
+  assert cli.main(["export", str(finished), str(tmp_path / "exported")]) == 0
+  with safe_open(tmp_path / "exported" / "model.safetensors", "np") as file:
+    assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118 (not a dict)
+  assert cli.main(["sample", str(tmp_path / "exported"), "1+1", "--max-tokens", "4"]) == 0
+
+
+def test_a_run_starts_from_another(finished, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert cli.main(["train", write(tmp_path, run__steps=1), "--run.init_from", str(finished)]) == 0
+
+
+def test_config_prints_what_would_run(tmp_path, capsys):
+  assert cli.main(["config", write(tmp_path), "--rollout.samples", "5"]) == 0
+  assert yaml.safe_load(capsys.readouterr().out)["rollout"]["samples"] == 5
+  assert cli.main(["config", "--keys"]) == 0
+  assert "rollout.samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["eval"], ["sample"], ["config"], ["export"], ["rollouts"]])
+def test_help_everywhere(command, capsys):
+  with pytest.raises(SystemExit) as end:
+    cli.main([*command, "--help"])
+  assert end.value.code == 0 and "usage: jaxagent" in capsys.readouterr().out
+
+
+MISTAKES = {
+  "unknown key": (["--rollout.sample", "4"], {}, "rollout.samples"),
+  "wrong type": (["--rollout.samples", "many"], {}, "integer"),
+  "does not divide": (["--training.minibatches", "3"], {}, "training.minibatches"),
+  "microbatch over the mesh": (["--training.microbatch_rows", "3"], {}, "training.microbatch_rows"),
+  "mesh": (["--mesh.tensor", "3"], {}, "mesh"),
+  "parameter over the mesh": (["--mesh.tensor", "8"], {}, "'vocab' of size 259 does not divide"),
+  "unknown environment": ([], {"env__name": "calculater"}, "calculator"),
+  "unknown option": ([], {"env__options": {"digit": 1}}, "digit"),
+  "unknown method": (["--method.name", "grop"], {}, "grpo"),
+  "options of a value": ([], {"method": {"name": "grpo", "options": {"x": 1}}}, "takes no options"),
+  "wrong options of a function": ([], {"method": {"name": "grpo_kl", "options": {"x": 1}}}, "method.options"),
+  "unknown shape": ([], {"model__shape": {"wide": 3}}, "wide"),
+  "model that is not there": (["--model.path", "no/such/model.gguf"], {"model__shape": {}}, "no model at"),
+  "path and shape": (["--model.path", "x"], {}, "model.shape"),
+  "prompt longer than the cache": (["--rollout.max_tokens", "16"], {}, "rollout.max_tokens"),
+  "no prompts": ([], {"env": {"name": "dataset", "options": {"path": "rows.jsonl"}}}, "no rows"),
+  "run to start from": (["--run.init_from", "nowhere"], {}, "nowhere"),
+  "too few tasks": ([], {"env": {"name": "dataset", "options": {"path": "one.jsonl", "held_out": 0}}}, "rollout.prompts"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path, monkeypatch, capsys):
+  arguments, changes, message = MISTAKES[name]
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "rows.jsonl").write_text("")
+  (tmp_path / "one.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+  assert cli.main(["train", write(tmp_path, **changes), *arguments]) == 2
+  said = capsys.readouterr().err
+  assert message in said and said.startswith("jaxagent: error: ") and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (["train", "nowhere.yaml"], "nowhere.yaml"),
+    (["train", "tiny.yaml", "--run.dir", "taken"], "taken exists"),
+    (["train", "tiny.yaml", "--resume"], "no run to resume"),
+    (["train", "tiny.yaml", "--resume", "nowhere"], "no run to resume in nowhere"),
+    (["eval", "nowhere"], "not a run's folder"),
+    (["rollouts", "nowhere"], "not a run's folder"),
+    (["export", "nowhere", "out"], "not a run's folder"),
+    (["sample", "nowhere.gguf", "hello"], "no model at nowhere.gguf"),
+  ],
+)
+def test_a_missing_thing_is_named(arguments, message, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  write(tmp_path)
+  (tmp_path / "taken").mkdir()
+  (tmp_path / "taken" / "file").touch()
+  assert cli.main(arguments) == 2
+  said = capsys.readouterr().err
+  assert message in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["train", "tiny.yaml", "-x"], ["eval", "run", "surplus", "-z"], ["fly"]])
+def test_an_unknown_flag_is_usage_and_exit_code_2(arguments, capsys):
+  with pytest.raises(SystemExit) as end:
+    cli.main(arguments)
+  assert end.value.code == 2 and "usage" in capsys.readouterr().err
