@@ -79,10 +79,12 @@ def test_golden_mpo_turn_deltas():  # lam 0 leaves the deltas
 
 
 def test_golden_t1():  # gamma = lam = 1 and a terminal reward: return minus value
-  mask, turn = one_row(1, 1, 1)
-  batch = dict(reward=[0.5], turn_reward=np.zeros((1, 3)), value=np.array([[0.3, 0.35, 0.5]]), mask=mask, turn=turn)
-  assert_allclose(gae(**batch, lam=1.0), [[0.2, 0.15, 0.0]], atol=1e-6)
-  assert_allclose(gae(**batch, lam=0.0), [[0.05, 0.15, 0.0]], atol=1e-6)
+  batch = example()
+  batch["mask"] = batch["mask"] & (np.arange(T) < 3)
+  batch["reward"] = batch["reward"] * np.float32(0.5)
+  batch["value"][0, :3] = [0.3, 0.35, 0.5]
+  assert_allclose(run(gae, **batch, lam=1.0)[0, :3], [0.2, 0.15, 0.0], atol=1e-6)
+  assert_allclose(run(gae, **batch, lam=0.0)[0, :3], [0.05, 0.15, 0.0], atol=1e-6)
 
 
 def test_golden_length_adaptive():

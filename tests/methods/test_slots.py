@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import numpy as np
-import pytest
 from numpy.testing import assert_allclose
 from ragged import N, S, T, ragged
 
@@ -118,8 +117,7 @@ def test_all_in_one_jitted_prepare():
     assert np.abs(advantage).max() > 0, name
 
 
-@pytest.mark.parametrize("name", ["cliff", "reward slim searcher"])
-def test_the_same_outside_jit(name):
+def test_the_same_outside_jit():
   batch = rollouts()
-  jitted = jax.jit(lambda r: prepare(METHODS[name], r).advantage)(batch)
-  assert_allclose(prepare(METHODS[name], batch).advantage, jitted, atol=1e-5)
+  jitted = jax.jit(lambda r: prepare(METHODS["cliff"], r).advantage)(batch)
+  assert_allclose(prepare(METHODS["cliff"], batch).advantage, jitted, atol=1e-5)
