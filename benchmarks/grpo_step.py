@@ -3,7 +3,7 @@
     python benchmarks/grpo_step.py --steps 7 --json out.json
 
 Qwen3-style dense decoder, 4 layers, width 256, MLP 768, 4 query and 2 key heads of 64, vocabulary 1024, tied; 8 prompts
-x 8 samples, prompt 32, exactly 128 new tokens, no reference model, one AdamW update. A peer with the same protocol is run
+x 8 samples, prompt 32, exactly 128 new tokens, no reference, one AdamW update. A peer with the same protocol is run
 in turn with this one on an otherwise idle machine; report medians and the ratio, never one absolute time.
 """
 

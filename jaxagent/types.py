@@ -13,16 +13,20 @@ Conventions, used everywhere:
 """
 
 import dataclasses
+import typing
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+T = typing.TypeVar("T")
 Status = Literal["running", "done", "truncated", "failed"]
 
 
-def pytree(cls):
+@typing.dataclass_transform(frozen_default=True)
+def pytree(cls: type[T]) -> type[T]:
   """Frozen dataclass registered with JAX; every field is a leaf or subtree."""
   return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
@@ -195,7 +199,7 @@ def check(rollouts: Rollouts) -> Rollouts:
       per_token = field.name in PER_TOKEN
       want = (n, t) if per_token else (n,)
       _require(np.shape(value)[: len(want)] == want, field.name, f"leading axes {want}", np.shape(value))
-  if not isinstance(rollouts.group, jax.core.Tracer):
+  if not isinstance(rollouts.group, Tracer):
     for name in ("group", "rollout"):
       ids = np.asarray(getattr(rollouts, name))
       _require(((ids >= 0) & (ids < n)).all(), name, f"ids in [0, {n})", f"{ids.min()}..{ids.max()}" if n else "none")
@@ -215,14 +219,14 @@ PER_TOKEN = (
 
 
 def _check_routing(rollouts: Rollouts) -> None:
-  missing = (np.asarray(rollouts.routing) < 0).any((2, 3))[:, :-1]
+  missing = np.any(np.asarray(rollouts.routing) < 0, axis=(2, 3))[:, :-1]
   needed = np.asarray(rollouts.mask)[:, 1:] & np.asarray(rollouts.valid)[:, None]
   bad = np.argwhere(missing & needed)
   if len(bad):
     n, t = bad[0]
     raise ValueError(
-      f"routing is not recorded (-1) for token {t} of rollout {int(np.asarray(rollouts.rollout)[n])}, whose next token is"
-      " an action;"
+      f"routing is not recorded (-1) for token {t} of rollout {int(np.asarray(rollouts.rollout)[n])}, whose next token"
+      " is an action;"
       " record the experts of every token that an action is predicted from, or set routing=None"
     )
 

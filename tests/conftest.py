@@ -1,12 +1,14 @@
-"""Before JAX is imported: CPU by default, with eight simulated devices."""
+"""Before JAX is imported: CPU by default, eight simulated devices, quick compilation rather than thorough."""
 
 import os
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-FLAG = "--xla_force_host_platform_device_count"
-if FLAG not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=8".strip()
+flags = os.environ.get("XLA_FLAGS", "").split()
+for flag, value in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
+  if not any(given.startswith(flag) for given in flags):
+    flags.append(f"{flag}={value}")
+os.environ["XLA_FLAGS"] = " ".join(flags)
 # programs that several tests compile are compiled once
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="jaxagent-tests-"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")

@@ -75,7 +75,7 @@ def test_looking_at_a_run(finished, capsys, tmp_path):
   assert "policy" in capsys.readouterr().out
   assert cli.main(["export", str(finished), str(tmp_path / "exported")]) == 0
   with safe_open(tmp_path / "exported" / "model.safetensors", "np") as file:
-    assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118 (not a dict)
+    assert "model.embed_tokens.weight" in file.keys()
   assert cli.main(["sample", str(tmp_path / "exported"), "1+1", "--max-tokens", "4"]) == 0
 
 
@@ -116,7 +116,11 @@ MISTAKES = {
   "prompt longer than the cache": (["--rollout.max_tokens", "16"], {}, "rollout.max_tokens"),
   "no prompts": ([], {"env": {"name": "dataset", "options": {"path": "rows.jsonl"}}}, "no rows"),
   "run to start from": (["--run.init_from", "nowhere"], {}, "nowhere"),
-  "too few tasks": ([], {"env": {"name": "dataset", "options": {"path": "one.jsonl", "held_out": 0}}}, "rollout.prompts"),
+  "too few tasks": (
+    ["--evaluation.tasks", "0"],
+    {"env": {"name": "dataset", "options": {"path": "one.jsonl", "held_out": 0}}},
+    "rollout.prompts",
+  ),
 }
 
 
