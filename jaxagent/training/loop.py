@@ -24,12 +24,13 @@ from jaxagent.rollout.episode import Limits
 from jaxagent.rollout.packing import PackPlan, pack, unpack
 from jaxagent.sampling.engine import Engine
 from jaxagent.sampling.request import Sampling
+from jaxagent.training.annotate import Tools, annotate, with_columns
 from jaxagent.training.build import Parts, build_engine, updates_per_step
 from jaxagent.training.interrupt import Interrupt, Interrupted
 from jaxagent.training.loss import sampler_gap
 from jaxagent.training.optimizer import make_optimizer
 from jaxagent.training.phases import Phases, out_of_memory_named
-from jaxagent.training.sharding import param_shardings, shard_params
+from jaxagent.training.sharding import param_shardings, replicated, shard_params
 from jaxagent.training.step import TrainState, init_state, make_scorer, make_train_step, state_shardings
 from jaxagent.types import Rollouts, TokenBatch, Trajectory, pytree
 
@@ -157,10 +158,19 @@ class Update:
     self.step = make_train_step(parts.policy, parts.method, parts.tx, mesh=parts.mesh, chunk=chunk)
     self.scorer = make_scorer(parts.policy, mesh=parts.mesh, chunk=chunk)
     self.prepare = jax.jit(lambda rollouts, subset: prepare(parts.method, rollouts, minibatch=subset))
+    self.track = jax.jit(self._track, out_shardings=(replicated(parts.mesh), None))
+
+  def _track(self, states: tuple[Any, ...], rollouts: Rollouts) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The trackers' next states, and their columns."""
+    after = [tracker.update(s, rollouts) for tracker, s in zip(self.parts.method.trackers, states)]
+    return tuple(s for s, _ in after), {k: v for _, columns in after for k, v in columns.items()}
 
   def __call__(self, state: RunState, rollouts: Rollouts, *, key, phases: Phases) -> tuple[RunState, dict[str, Any]]:
     """All updates on one batch; the metrics are means over them, the sampler's gap is that before the first."""
-    prepare(self.parts.method, rollouts)  # concrete: values are checked here
+    if self.parts.method.trackers:
+      trackers, columns = self.track(state.train.trackers, rollouts)
+      state = dataclasses.replace(state, train=dataclasses.replace(state.train, trackers=trackers))
+      rollouts = with_columns(rollouts, jax.device_get(columns))
     several = updates_per_step(self.config) > 1
     with phases("score"):
       needs = self.parts.method.needs
@@ -168,6 +178,7 @@ class Update:
         rollouts = dataclasses.replace(rollouts, logp_old=self.score(state.train.params, rollouts))
       if "logp_ref" in needs:
         rollouts = dataclasses.replace(rollouts, logp_ref=self.score(state.reference, rollouts, replay=False))
+    prepare(self.parts.method, rollouts)  # concrete: values are checked here
     train, records = state.train, []
     with phases("update"):
       for subset in self.subsets(rollouts, key):
@@ -208,6 +219,10 @@ def _step(config, parts, hooks, interrupt, engine, update, state, step, indices)
       sampling=sampling_rules(config), limits=limits(config), key=jax.random.fold_in(key, ROLLOUT),
     )  # fmt: skip
     rollouts = as_batch(config, parts, trajectories)
+  if parts.method.annotators:
+    with phases("annotate"), interrupt.allowed():
+      columns = annotate(parts.method.annotators, trajectories, Tools(parts.chat, engine), rollouts.tokens.shape)
+      rollouts = with_columns(rollouts, columns)
   hooks.rollouts(step + 1, rollouts, trajectories)
   state, record = update(state, rollouts, key=jax.random.fold_in(key, MINIBATCH), phases=phases)
   if record["nonfinite"]:

@@ -224,3 +224,49 @@ def test_fewer_tasks_than_prompts_is_an_error():
   config = tiny()
   with pytest.raises(ValueError, match=r"has 1 tasks but rollout\.prompts is 2"):
     run(config, parts=build(config, env=LuckyTasks(1)))
+
+
+class Mean:
+  """The running mean of the rewards, as a baseline."""
+
+  columns = ("baseline",)
+
+  def init(self):
+    return jnp.zeros(())
+
+  def update(self, state, rollouts):
+    return 0.5 * state + 0.5 * rollouts.reward.mean(), {"baseline": jnp.full(rollouts.reward.shape, state)}
+
+
+class Length:
+  columns = ("written", "place")
+
+  async def __call__(self, trajectories, tools):
+    assert len({t.group for t in trajectories}) == 1 and tools.chat.eot
+    return {"written": [sum(t.action) for t in trajectories], "place": [np.arange(len(t.tokens)) for t in trajectories]}
+
+
+def test_memories_and_facts_reach_the_objective_and_the_memory_survives(tmp_path):
+  seen = []
+
+  def less_baseline(reward, baseline, written, place, mask):
+    jax.debug.callback(lambda *x: seen.append(x), baseline[0], written, (place == jnp.arange(place.shape[1])) | ~mask)
+    return reward - baseline
+
+  method = dataclasses.replace(
+    grpo,
+    objective=dataclasses.replace(grpo.objective, advantage=(less_baseline,)),
+    trackers=(Mean(),),
+    annotators=(Length(),),
+  )
+  whole, records = run(tiny(), method=method)
+  jax.effects_barrier()
+  assert all((np.asarray(written) > 0).all() and np.asarray(right).all() for _, written, right in seen)
+  expected = 0.0
+  for record in records:
+    expected = 0.5 * expected + 0.5 * record["reward/mean"]
+  np.testing.assert_allclose(whole.train.trackers[0], expected, rtol=1e-6)
+  with Checkpointer(tmp_path) as checkpointer:
+    run(tiny(run__steps=2), hooks=loop.Hooks(checkpointer=checkpointer), method=method)
+    resumed, _ = run(tiny(), hooks=loop.Hooks(checkpointer=checkpointer), resume=True, method=method)
+  np.testing.assert_array_equal(flat(whole), flat(resumed))
