@@ -1,0 +1,62 @@
+"""Methods with a critic: the policy's half. `value` (and `bootstrap`) must be in the batch.
+
+The critic's targets are `advantages.value_targets`, its loss `losses.value_clip`.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jaxagent.advantages import add_token_credit, gae, length_adaptive_gae, turn_gae
+from jaxagent.losses import positive_nll, ppo_clip, token_mean, turn_clip
+from jaxagent.methods.annotators import Given
+from jaxagent.methods.group import grpo
+from jaxagent.methods.objective import Annotator, Method, Slot
+from jaxagent.rewards import assertion_reward
+from jaxagent.types import Trajectory
+
+
+def ppo(gamma: float = 1.0, lam: float = 0.95) -> Method:
+  """Schulman et al. 2017, arXiv 1707.06347, over tokens: no reward or advantage is standardised."""
+  advantage = (partial(gae, gamma=gamma, lam=lam),)
+  return replace(grpo, objective=replace(grpo.objective, advantage=advantage, aggregate=token_mean))
+
+
+def successes(trajectory: Trajectory) -> dict[str, Any]:
+  """`positive_weight`: 1 at every token of a trajectory with outcome 1, else 0."""
+  return {"positive_weight": [float(trajectory.outcome >= 1)] * len(trajectory.tokens)}
+
+
+SUCCESSES = Given(("positive_weight",), successes)
+ASSERTIONS = Given(("assertions_passed",))
+
+
+def vapo(alpha: float = 0.05, imitation: float = 0.1, annotator: Annotator = SUCCESSES) -> Method:
+  """Yue et al. 2025, arXiv 2504.05118: length-adaptive GAE, clip-higher, and imitation of the successes.
+
+  Ours differs: with `successes` the imitation is a part of the mean over all tokens; the paper's own mean over correct
+  tokens is `losses.positive_token_weight`.
+  """
+  parent = ppo()
+  objective = replace(
+    parent.objective, advantage=(partial(length_adaptive_gae, alpha=alpha),), surrogate=partial(ppo_clip, high=0.28),
+    terms=((imitation, positive_nll),),
+  )  # fmt: skip
+  return replace(parent, objective=objective, annotators=(annotator,))
+
+
+def mpo(credit: Slot = add_token_credit) -> Method:
+  """Multiscale Policy Optimization: GAE over turns, token credit of the turn's mean, the complete turn's ratio.
+
+  Reconstruction: the paper's text was not available. `credit` is `add_token_credit` or `multiply_token_credit`.
+  """
+  parent = ppo()
+  return replace(parent, objective=replace(parent.objective, advantage=(turn_gae, credit), surrogate=turn_clip))
+
+
+def t1(scale: float = 20.0, annotator: Annotator = ASSERTIONS) -> Method:
+  """Yang et al. 2026, arXiv 2609.11042: PPO with lam 1, paid by assertions over one global scale, nothing standardised.
+
+  `assertions_passed [N]`: the verifier's count, -1 without a record (then the outcome pays).
+  """
+  return replace(ppo(lam=1.0), reward=(partial(assertion_reward, scale=scale),), annotators=(annotator,))
