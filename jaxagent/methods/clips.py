@@ -21,7 +21,7 @@ def _with(surrogate: Slot, aggregate: Slot = grpo.objective.aggregate, parent: M
 def cispo(high: float = 0.28) -> Method:
   """arXiv 2506.13585 (MiniMax-M1): REINFORCE weighted by the ratio, clipped above only; token mean.
 
-  `high` is relative to 1. The paper does not publish its value: 0.28 is DAPO's.
+  `high` is relative to 1; 0.28 is DAPO's, the paper's own value was not available.
   """
   return _with(partial(weight_clip, low=1.0, high=high), token_mean)
 

@@ -1,0 +1,76 @@
+"""docs/methods.md says of every public function what the code says: names, constants and the columns of presets."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxagent import methods
+
+TEXT = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
+PACKAGES = ("methods", "advantages", "rewards", "losses", "metrics", "scheduling")
+TASKS = {"spo_plus_plus": 4, "spo_muon": 4}
+
+
+def rows(package):
+  """{name: {header: cell}} of the tables in the section of one package."""
+  section = re.split(r"^## jaxagent\.", TEXT, flags=re.MULTILINE)[1 + PACKAGES.index(package)]
+  assert section.startswith(package)
+  found, head = {}, []
+  for line in section.splitlines():
+    cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    if not cells or set(cells[0]) == {"-"}:
+      head = head if cells else []
+    elif not head:
+      head = cells
+    else:
+      assert len(cells) == len(head), f"a row of {len(cells)} cells under {len(head)} headers: {line}"
+      name = cells[0].strip("`")
+      assert name not in found, f"{name} stands twice in docs/methods.md"
+      found[name] = dict(zip(head, cells))
+  return found
+
+
+def quoted(cell):
+  return re.findall(r"`([^`]+)`", cell)
+
+
+def constants(function):
+  """Hyper-parameters of a function: keyword-only ones, but for columns that may be left out."""
+  for name, p in inspect.signature(function).parameters.items():
+    if p.kind is p.KEYWORD_ONLY and p.default is not None:
+      yield name if p.default is p.empty else f"{name}={getattr(p.default, '__name__', p.default)}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_in_the_tables_and_no_other(package):
+  assert set(rows(package)) == set(importlib.import_module(f"jaxagent.{package}").__all__)
+
+
+@pytest.mark.parametrize("package", PACKAGES[1:])
+def test_constants_are_those_of_the_code(package):
+  module = importlib.import_module(f"jaxagent.{package}")
+  for name, row in rows(package).items():
+    if inspect.isfunction(getattr(module, name)):
+      assert quoted(row["defaults"]) == list(constants(getattr(module, name))), name
+
+
+@pytest.mark.parametrize("package", PACKAGES[1:])
+def test_every_function_has_a_formula_and_a_source(package):
+  for name, row in rows(package).items():
+    assert len(row["formula"]) > 3 and len(row["source"]) > 3, name
+
+
+@pytest.mark.parametrize("name", methods.PRESETS)
+def test_presets_are_as_in_the_code(name):
+  row, preset = rows("methods")[name], methods.PRESETS[name]
+  made = preset
+  if not isinstance(preset, methods.Method):
+    made = preset(**({"tasks": TASKS[name]} if name in TASKS else {}))
+    numbers = [(k, p.default) for k, p in inspect.signature(preset).parameters.items()]
+    numbers = [f"{k}={x}" for k, x in numbers if isinstance(x, int | float) or isinstance(x, tuple)]
+    assert [x for x in quoted(row["defaults"]) if "=" in x and x.split("=")[1][:1] in "-(0123456789"] == numbers
+  assert set(quoted(row["reads"])) == {*made.columns, *(made.needs - {"bootstrap"})}
+  assert set(quoted(row["differs from"])) <= set(methods.PRESETS)
