@@ -51,15 +51,15 @@ def train(
   raise KeyboardInterrupt.
   """
   set_compilation_cache(config)
-  folder = existing(config, name) if resume else fresh(config, name)
+  folder = existing(config, name) if resume else fresh(config, name)  # before the model is built
   parts = from_run(config, build(config, method=method, env=env, tx=tx))
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / "config.yaml").write_text(configuration.to_yaml(config))
+  folder = folder if resume else claim(config, name)
   with contextlib.ExitStack() as stack:
     checkpointer = stack.enter_context(
       Checkpointer(folder / "checkpoints", keep=config.run.checkpoint_keep, warn=display.warn)
     )
-    start = checkpointer.latest_intact() if resume else None
+    start = newest(checkpointer, parts) if resume else None
+    (folder / "config.yaml").write_text(configuration.to_yaml(config))
     writer = stack.enter_context(contextlib.closing(writers(config, folder, after=start)))
     decode, warm_start = parts.chat.tokenizer.decode, config.sft.steps if start is None else None
     screen = stack.enter_context(
@@ -90,6 +90,28 @@ def fresh(config: Config, name: str) -> epath.Path:
     return folder
   taken = [n for n, _ in numbered(name)]
   return epath.Path("runs") / f"{name}-{max(taken, default=0) + 1}"
+
+
+def claim(config: Config, name: str) -> epath.Path:
+  """`fresh`, made: of two runs that begin at once each gets a number of its own."""
+  while True:
+    folder = fresh(config, name)
+    try:
+      folder.mkdir(parents=True, exist_ok=config.run.dir is not None)
+      return folder
+    except FileExistsError:
+      continue
+
+
+def newest(checkpointer: Checkpointer, parts: Parts) -> int | None:
+  """The step to go on from, its checkpoint being intact and of these `parts`; None if nothing was saved yet."""
+  complete = checkpointer.steps()
+  step = checkpointer.latest_intact()
+  if step is not None:
+    checkpointer.check(loop.abstract_state(parts), step)
+  elif complete:
+    raise CheckpointError(f"no checkpoint to resume from: those of steps {complete} are all corrupt; begin a new run")
+  return step
 
 
 def existing(config: Config, name: str) -> epath.Path:

@@ -7,7 +7,8 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from jaxagent import cli
+from jaxagent import cli, run
+from jaxagent.config import Config
 
 CONFIG = {
   "model": {"shape": {"width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 16}},
@@ -63,6 +64,38 @@ def test_a_second_run_gets_its_own_folder_and_resume_says_which(finished, capsys
   assert cli.main(["train", "tiny.yaml", "--run.steps", "0", "--evaluation.tasks=0"]) == 0
   assert (finished.parent / "tiny-2").exists()
   shutil.rmtree(finished.parent / "tiny-2")
+
+
+def test_two_runs_that_begin_at_once_get_folders_of_their_own(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  fresh, config = run.fresh, Config()
+
+  def late(config, name):
+    folder = fresh(config, name)
+    if not folder.parent.exists():
+      folder.mkdir(parents=True)  # the other run is faster
+    return folder
+
+  monkeypatch.setattr(run, "fresh", late)
+  assert [run.claim(config, "a").name for _ in range(2)] == ["a-2", "a-3"]
+
+
+@pytest.mark.parametrize("fault", ["another model", "all checkpoints corrupt"])
+def test_a_resume_that_cannot_be_leaves_the_run_as_it_was(fault, finished, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(finished.parent.parent)
+  folder = shutil.copytree(finished, tmp_path / "run")
+  arguments = ["train", "tiny.yaml", "--resume", str(folder), "--run.steps", "3"]
+  if fault == "another model":
+    arguments += ["--model.shape.width", "32"]
+  else:
+    for meta in folder.glob("checkpoints/*/meta.json"):
+      meta.unlink()
+  files = ("config.yaml", "metrics.jsonl")
+  before = [(folder / name).read_text() for name in files]
+  assert cli.main(arguments) == 2
+  said = capsys.readouterr().err
+  assert ("has shape" in said or "all corrupt" in said) and len(said.splitlines()) == 1
+  assert [(folder / name).read_text() for name in files] == before
 
 
 def test_looking_at_a_run(finished, capsys, tmp_path):

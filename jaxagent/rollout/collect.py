@@ -73,10 +73,12 @@ async def _all(jobs: list) -> list:
   running = [asyncio.ensure_future(job) for job in jobs]
   try:
     return await asyncio.gather(*running)
-  except BaseException:
+  except BaseException as error:
     for job in running:
       job.cancel()
     await asyncio.gather(*running, return_exceptions=True)
+    if isinstance(error, KeyboardInterrupt):  # it has left the loop already; twice would leave a traceback
+      raise asyncio.CancelledError from None
     raise
 
 

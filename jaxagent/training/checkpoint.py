@@ -80,6 +80,7 @@ class Checkpointer:
     tree = {name: _spec(leaf) for name, leaf in leaves.items()}
     record = json.dumps({"format_version": FORMAT_VERSION, "step": step, "meta": meta, "tree": tree}, allow_nan=False)
     folder = _new_folder(self._dir, step)
+    self._corrupt.discard(folder)  # a name that is free again
     try:
       folder.mkdir(parents=True, exist_ok=True)
       arrays = {name: _to_save(leaf) for name, leaf in leaves.items() if np.size(leaf)}
@@ -119,6 +120,11 @@ class Checkpointer:
       passed.append(f"checkpoint of step {candidate} in {folder} {fault}")
     missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     raise CheckpointError("; ".join(passed) or f"{missing} in {self._dir}; complete ones: {self.steps()}")
+
+  def check(self, target: Any, step: int) -> None:
+    """ValueError unless the intact checkpoint of `step` has `target`'s names, shapes and dtypes; no array is read."""
+    folder = next(folder for _, folder, fault in self._newest_first(step) if fault is None)
+    _checked_record(folder, step, _named(target), "")
 
   def _complete(self) -> dict[int, epath.Path]:
     found = [(step, folder) for (step, _), folder in _folders(self._dir).items() if folder not in self._corrupt]
@@ -271,21 +277,27 @@ def _to_restore(leaf: Any) -> Any:
 
 
 def _read(folder: epath.Path, step: int, target: Any, prefix: str) -> Restored:
+  head = f"{prefix}/" if prefix else ""
+  named = {f"{head}{name}": leaf for name, leaf in _named(target).items()}
+  record = _checked_record(folder, step, named, head)
+  wanted = {name: _to_restore(leaf) for name, leaf in named.items()}
+  arrays = _restore_arrays(folder / "state", {name: leaf for name, leaf in wanted.items() if leaf.size})
+  empty = {name: _empty(leaf) for name, leaf in wanted.items() if not leaf.size}
+  leaves = [_restored(leaf, (arrays | empty)[name], record["tree"][name]) for name, leaf in named.items()]
+  return Restored(step, jax.tree.unflatten(jax.tree.structure(target), leaves), record["meta"])
+
+
+def _checked_record(folder: epath.Path, step: int, named: dict[str, Any], head: str) -> dict[str, Any]:
+  """What meta.json holds; ValueError unless its leaves whose names begin with `head` are those of `named`."""
   record = json.loads((folder / "meta.json").read_text())
   if record["format_version"] != FORMAT_VERSION:
     raise ValueError(
       f"checkpoint of step {step} in {folder} has format version {record['format_version']}, this version of jaxagent"
       f" reads {FORMAT_VERSION}; use the version that wrote it"
     )
-  head = f"{prefix}/" if prefix else ""
-  named = {f"{head}{name}": leaf for name, leaf in _named(target).items()}
   saved = {name: spec for name, spec in record["tree"].items() if name.startswith(head)}
   _check_same(saved, {name: _spec(leaf) for name, leaf in named.items()}, f"checkpoint of step {step} in {folder}")
-  wanted = {name: _to_restore(leaf) for name, leaf in named.items()}
-  arrays = _restore_arrays(folder / "state", {name: leaf for name, leaf in wanted.items() if leaf.size})
-  empty = {name: _empty(leaf) for name, leaf in wanted.items() if not leaf.size}
-  leaves = [_restored(leaf, (arrays | empty)[name], saved[name]) for name, leaf in named.items()]
-  return Restored(step, jax.tree.unflatten(jax.tree.structure(target), leaves), record["meta"])
+  return record
 
 
 def _check_same(saved: dict[str, dict], wanted: dict[str, dict], where: str) -> None:

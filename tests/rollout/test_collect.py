@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import random
 
 import jax
@@ -157,6 +158,24 @@ def test_the_first_error_ends_all_episodes_and_closes_them():
   with pytest.raises(ValueError, match="prompt of task 2"):
     run(range(4), 1, tasks=Tasks())
   assert sorted(closed) == [0, 1, 2, 3]
+
+
+def test_an_interrupt_inside_an_episode_is_raised_once_and_leaves_no_traceback(caplog):
+  class Interrupting(Calculator):
+    def environment(self, split, index):
+      environment, seed = super().environment(split, index)
+
+      async def step(actions):
+        raise KeyboardInterrupt("stop")
+
+      if index == 1:
+        environment.step = step
+      return environment, seed
+
+  with pytest.raises(KeyboardInterrupt, match="stop"):
+    run(range(4), tasks=Interrupting())
+  gc.collect()
+  assert not caplog.records
 
 
 class Chatter:

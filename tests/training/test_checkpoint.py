@@ -190,6 +190,24 @@ def test_saving_goes_on_after_a_corrupt_checkpoint_was_passed_over(copy):
   assert_same(got.state, state_of(7))
 
 
+def test_a_step_whose_corrupt_checkpoint_is_gone_is_saved_like_any_other(copy):
+  for step in (1, 2):
+    (copy / f"{step:08d}" / "meta.json").unlink()
+  with Checkpointer(copy, warn=lambda line: None) as checkpointer:
+    assert checkpointer.latest_intact() is None
+    for step in (0, 1, 2):  # the first discards the corrupt ones, so that their names are free again
+      checkpointer.save(step, state_of(step), {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [1, 2]
+
+
+def test_check_compares_without_reading(saved):
+  with Checkpointer(saved) as checkpointer:
+    checkpointer.check(like(state_of(2)), 2)
+    with pytest.raises(ValueError, match="lacks"):
+      checkpointer.check({**like(state_of(2)), "more": 1}, 2)
+
+
 def test_an_unfinished_second_save_of_a_step_leaves_the_first(copy):
   (copy / "00000002.1").mkdir()
   got, said = restore(copy)
