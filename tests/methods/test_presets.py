@@ -11,6 +11,7 @@ import pytest
 import tiny
 from numpy.testing import assert_allclose, assert_array_equal
 
+from jaxagent import losses as losses_of
 from jaxagent.advantages import prompt_rates
 from jaxagent.methods import PRESETS, EntropyTracker, Given, Method, RateTracker, Table, plain, prepare
 from jaxagent.methods.critic import successes
@@ -157,6 +158,23 @@ def test_loss_and_gradient_are_finite(name):
 def test_differs_from_its_parent(name):
   (value, slope), (parent_value, parent_slope) = losses()[name], losses()[PARENTS[name]]
   assert np.abs(slope - parent_slope).max() > 1e-6 * np.abs(parent_slope).max() or abs(value - parent_value) > 1e-6
+
+
+def test_constants_of_the_papers():
+  o = {name: method.objective for name, method in METHODS.items()}
+  assert o["draco"].surrogate is losses_of.dual_clip and o["draco"].terms == ((0.01, losses_of.kl_k3),)
+  assert o["draco"].aggregate is losses_of.token_mean and o["tev"].surrogate.keywords == {"threshold": 0.15}
+  assert o["luspo"].surrogate.keywords == {"low": 2e-3, "high": 2.5e-3} and o["cispo"].surrogate.keywords["low"] == 1
+  assert o["spo_muon"].surrogate.keywords == {"high": 0.28, "cap": 2.0}
+  assert o["spo_muon"].advantage[-1].keywords == {"ddof": 1} and o["spo_muon"].weight[0].keywords == {"cap": 2.0}
+  assert o["t1"].advantage[0].keywords == {"gamma": 1.0, "lam": 1.0} and o["vapo"].terms[0][0] == 0.1
+  assert o["search_agent"].terms == ((0.001, losses_of.kl_k3),) and o["intellect2"].surrogate.keywords == {"cap": 4.0}
+
+
+def test_gepo_stands_on_any_method():
+  on_rloo = PRESETS["gepo"](PRESETS["rloo"])
+  assert on_rloo.objective.advantage[0] is PRESETS["rloo"].objective.advantage[0] and len(on_rloo.trackers) == 1
+  assert on_rloo.objective.surrogate is losses_of.reinforce
 
 
 def test_a_preset_without_its_columns_says_which():
