@@ -27,6 +27,9 @@ SHOWN = {  # metric -> how it is shown
 }
 
 
+WARM_START_EVERY = 10  # steps of a warm start between plain lines
+
+
 class Display:
   """A tracker for people: `write` takes every metrics record. Use with `with`.
 
@@ -64,7 +67,8 @@ class Display:
   def write(self, record: Mapping[str, Any]) -> None:
     phase = record["phase"]
     measured = {key: value for key, value in record.items() if key.startswith("eval/")}
-    if self._progress is None or measured:
+    skipped = phase == "sft" and record["step"] % WARM_START_EVERY and not measured
+    if measured or (self._progress is None and not skipped):
       self.say(line(record, total=self._totals.get(phase)))
     if self._progress is not None and not measured:
       self._move(phase, record)

@@ -65,6 +65,16 @@ def test_one_plain_line_a_step_where_there_is_no_terminal():
   assert lines == ["run folder: runs/quickstart-1", line(TRAIN, total=10), "warning: a [red]gap[/red]"]
 
 
+def test_a_warm_start_has_a_plain_line_every_tenth_step_and_for_each_evaluation():
+  plain, _ = consoles()
+  with Display("runs/x", steps=2, warm_start=20, console=plain) as screen:
+    for step in range(1, 21):
+      screen.write({"step": step, "phase": "sft", "loss": 1.0})
+    screen.write({"step": 15, "phase": "sft", "eval/success": 0.5})
+  lines = [text for text in plain.file.getvalue().splitlines() if text.startswith("warm start")]
+  assert [text.split()[2] for text in lines] == ["10/20", "20/20", "15/20"]
+
+
 def test_a_terminal_gets_a_bar_and_evaluations_above_it():
   _, terminal = consoles()
   with Display("runs/quickstart-1", steps=10, warm_start=4, console=terminal) as screen:
