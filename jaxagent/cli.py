@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 EXIT_USER = 2
+EXIT_INTERRUPTED = 130
 
 TRAIN = """\
 Train by a configuration. Any of its keys can be set on the command line: --rollout.samples 4 --seed=1.
@@ -72,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except run.USER_ERRORS as error:
     print(f"jaxagent: error: {error}", file=sys.stderr)
     return EXIT_USER
+  except KeyboardInterrupt:  # before there was anything to save
+    print("jaxagent: interrupted", file=sys.stderr)
+    return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ def train(
       Checkpointer(folder / "checkpoints", keep=config.run.checkpoint_keep, warn=display.warn)
     )
     start = newest(checkpointer, parts) if resume else None
+    if start is not None and start >= config.run.steps:
+      display.say(f"the run is finished: it has {start} steps; raise run.steps to go on")
     (folder / "config.yaml").write_text(configuration.to_yaml(config))
     writer = stack.enter_context(contextlib.closing(writers(config, folder, after=start)))
     decode, warm_start = parts.chat.tokenizer.decode, config.sft.steps if start is None else None
@@ -255,6 +257,8 @@ def sample_command(args: argparse.Namespace, rest: list[str]) -> int:
   messages = [{"role": "user", "content": args.prompt}]
   if args.system is not None:
     messages.insert(0, {"role": "system", "content": args.system})
+  if any("\ud800" <= letter <= "\udfff" for letter in args.prompt + (args.system or "")):
+    raise ValueError("the prompt is not valid UTF-8")
   prompt = chat.render(messages)
   rules = Sampling(
     temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_tokens, stop_ids=(chat.eot,)

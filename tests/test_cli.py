@@ -59,7 +59,8 @@ def test_a_second_run_gets_its_own_folder_and_resume_says_which(finished, capsys
   monkeypatch.chdir(finished.parent.parent)
   before = (finished / "metrics.jsonl").read_text()
   assert cli.main(["train", "tiny.yaml", "--resume", "--run.steps", "2"]) == 0
-  assert "tiny-1" in capsys.readouterr().out
+  said = capsys.readouterr().out
+  assert "tiny-1" in said and "finished" in said
   assert (finished / "metrics.jsonl").read_text() == before
   assert cli.main(["train", "tiny.yaml", "--run.steps", "0", "--evaluation.tasks=0"]) == 0
   assert (finished.parent / "tiny-2").exists()
@@ -107,6 +108,8 @@ def test_looking_at_a_run(finished, capsys, tmp_path):
   assert cli.main(["rollouts", str(finished), "--step", "1", "--index", "0"]) == 0
   assert "policy" in capsys.readouterr().out
   assert cli.main(["export", str(finished), str(tmp_path / "exported")]) == 0
+  modes = {path.stat().st_mode for path in (tmp_path / "exported").iterdir()}
+  assert len(modes) == 1
   with safe_open(tmp_path / "exported" / "model.safetensors", "np") as file:
     assert "model.embed_tokens.weight" in file.keys()
   assert cli.main(["sample", str(tmp_path / "exported"), "1+1", "--max-tokens", "4"]) == 0
@@ -196,3 +199,19 @@ def test_an_unknown_flag_is_usage_and_exit_code_2(arguments, capsys):
   with pytest.raises(SystemExit) as end:
     cli.main(arguments)
   assert end.value.code == 2 and "usage" in capsys.readouterr().err
+
+
+def test_an_interrupt_before_anything_runs_is_one_line(monkeypatch, capsys):
+  from jaxagent import run
+
+  def interrupted(args, rest):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(run, "config_command", interrupted)
+  assert cli.main(["config"]) == 130
+  assert capsys.readouterr().err == "jaxagent: interrupted\n"
+
+
+def test_a_prompt_that_is_not_text(finished, capsys):
+  assert cli.main(["sample", str(finished), "\udcff"]) == 2
+  assert "not valid UTF-8" in capsys.readouterr().err

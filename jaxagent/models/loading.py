@@ -426,6 +426,7 @@ def _write_weights(directory: Path, config: DecoderConfig, params: Params, shard
   for file, shard in zip(files, shards):
     tensors = {name: _tensor(params, place, index) for place, index, name in shard}
     safetensors.numpy.save_file(tensors, str(directory / file), metadata={"format": "pt"})
+    (directory / file).chmod(directory.stat().st_mode & 0o666)  # the library writes it for its owner alone
   if len(shards) > 1:
     weight_map = {name: file for file, shard in zip(files, shards) for _, _, name in shard}
     _write_json(
