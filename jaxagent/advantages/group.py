@@ -78,7 +78,7 @@ def _statistics(reward, group, valid, rollout) -> _Group:
   reward, group, valid, rollout = _checked(reward, group, valid, rollout)
   n = reward.shape[0]
   reward = jnp.where(valid, reward, 0.0)
-  counted = _counted(rollout, valid)
+  counted = first_rows(rollout, valid)
 
   def total(x):
     return jax.ops.segment_sum(jnp.where(counted, x, 0.0), group, n)[group]
@@ -91,7 +91,7 @@ def _statistics(reward, group, valid, rollout) -> _Group:
   return _Group(centered, total(centered**2) / jnp.maximum(size, 1), size, valid & (high - low > EQUAL * scale))
 
 
-def _counted(rollout: Int[Array, "N"], valid: Bool[Array, "N"]) -> Bool[Array, "N"]:
+def first_rows(rollout: Int[Array, "N"], valid: Bool[Array, "N"]) -> Bool[Array, "N"]:
   """The first valid row of each logical rollout."""
   n = rollout.shape[0]
   row = jnp.arange(n)

@@ -14,8 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxagent.advantages.checks import check_finite
 from jaxagent.advantages.gae import token_rewards
-from jaxagent.advantages.group import _counted as first_rows
-from jaxagent.advantages.group import group_relative
+from jaxagent.advantages.group import first_rows, group_relative
 from jaxagent.advantages.segments import (
   at_tokens,
   decayed_sum,

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.group import _counted as first_rows
-from jaxagent.advantages.group import group_relative
+from jaxagent.advantages.group import first_rows, group_relative
 from jaxagent.advantages.returns import turn_returns
 from jaxagent.advantages.segments import at_tokens, lift, moments, turn_places
 from jaxagent.checks import check_ids, check_shapes, concrete

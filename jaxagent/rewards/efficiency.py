@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxagent.advantages.group import _counted as first_rows
+from jaxagent.advantages.group import first_rows
 from jaxagent.advantages.segments import over_rollouts
 from jaxagent.checks import check_ids, check_range, check_shapes
 
