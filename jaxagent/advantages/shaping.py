@@ -177,8 +177,9 @@ def anchor_groups(
 ) -> Int[np.ndarray, "N S"]:
   """Numbers the states in which rollouts acted: equal number, same task and same observation. On the host.
 
-  `observations[n][s]` is what the policy saw before turn s; -1 where a rollout has no such turn. `same(a, b)` compares
-  with the first observation of a bucket, for example by `difflib.SequenceMatcher(None, a, b).ratio() >= 0.95`.
+  For a batch, or for one group at a time: across groups the numbers mean nothing. `observations[n][s]` is what the
+  policy saw before turn s; -1 where a rollout has no such turn. `same(a, b)` compares with the first observation of a
+  bucket, for example by `difflib.SequenceMatcher(None, a, b).ratio() >= 0.95`.
   ValueError: a rollout with more than `turns` observations; lists of different lengths.
   """
   if len(observations) != len(group):
@@ -200,6 +201,7 @@ def step_relative(
   reward: Float[Array, "N"],
   turn_reward: Float[Array, "N S"],
   anchor: Int[Array, "N S"],
+  group: Int[Array, "N"],
   mask: Bool[Array, "N T"],
   turn: Int[Array, "N T"],
   *,
@@ -211,11 +213,11 @@ def step_relative(
 ) -> Float[Array, "N T"]:
   """(G_s - mean) / (std + eps) among the steps taken in the same anchor state, G_s the discounted return of the step.
 
-  `anchor` numbers the states, in [0, N S), -1 for none (see `anchor_groups`). A state met once, or with equal returns,
-  gives 0.
+  The same state is an equal `anchor` in the same `group`: any numbers from 0 that tell apart the states of a group
+  (`anchor_groups`, or a hash), -1 for none. A state met once, or with equal returns, gives 0.
   Source: Feng et al. 2025, arXiv 2505.10978 (GiGPO). Ours differs: population std (ddof=1 is the authors' code).
   """
-  m, places = _steps(reward, turn_reward, anchor, mask, turn, valid, rollout, gamma, ddof)
+  m, places = _steps(reward, turn_reward, anchor, group, mask, turn, valid, rollout, gamma, ddof)
   return at_tokens(jnp.where(places & m.differs, m.centered / (m.std + eps), 0.0), *_acting(mask, turn, valid))
 
 
@@ -223,6 +225,7 @@ def step_centered(
   reward: Float[Array, "N"],
   turn_reward: Float[Array, "N S"],
   anchor: Int[Array, "N S"],
+  group: Int[Array, "N"],
   mask: Bool[Array, "N T"],
   turn: Int[Array, "N T"],
   *,
@@ -231,7 +234,7 @@ def step_centered(
   gamma: float = 0.95,
 ) -> Float[Array, "N T"]:
   """G_s - mean among the steps taken in the same anchor state: `step_relative` without the std ("mean_norm")."""
-  m, places = _steps(reward, turn_reward, anchor, mask, turn, valid, rollout, gamma, 0)
+  m, places = _steps(reward, turn_reward, anchor, group, mask, turn, valid, rollout, gamma, 0)
   return at_tokens(jnp.where(places & m.differs, m.centered, 0.0), *_acting(mask, turn, valid))
 
 
@@ -240,6 +243,7 @@ def add_step_advantage(
   reward: Float[Array, "N"],
   turn_reward: Float[Array, "N S"],
   anchor: Int[Array, "N S"],
+  group: Int[Array, "N"],
   mask: Bool[Array, "N T"],
   turn: Int[Array, "N T"],
   *,
@@ -253,7 +257,7 @@ def add_step_advantage(
 
   Source: Feng et al. 2025, arXiv 2505.10978 (GiGPO); weight and gamma as in its code.
   """
-  steps = step(reward, turn_reward, anchor, mask, turn, valid=valid, rollout=rollout, gamma=gamma)
+  steps = step(reward, turn_reward, anchor, group, mask, turn, valid=valid, rollout=rollout, gamma=gamma)
   return jnp.where(jnp.asarray(mask), lift(jnp.asarray(advantage, jnp.float32), mask) + weight * steps, 0.0)
 
 
@@ -335,18 +339,28 @@ def _acting(mask, turn, valid):
   return (mask if valid is None else mask & jnp.asarray(valid)[:, None]), jnp.asarray(turn)
 
 
-def _steps(reward, turn_reward, anchor, mask, turn, valid, rollout, gamma, ddof):
+def _steps(reward, turn_reward, anchor, group, mask, turn, valid, rollout, gamma, ddof):
   sizes = check_shapes(
     mask=(mask, "N T"), turn_reward=(turn_reward, "N S"), anchor=(anchor, "N S"), reward=(reward, "N"),
-    valid=(valid, "N"),
+    group=(group, "N"), valid=(valid, "N"),
   )  # fmt: skip
   n, turns = sizes["N"], sizes["S"]
+  check_ids("group", group, n)
   mask, turn = _acting(mask, turn, valid)
   places = turn_places(mask, turn, turns) & (jnp.asarray(anchor) >= 0)
-  check_ids("anchor", anchor, n * turns, where=places)
   reward = jnp.where(jnp.any(mask, axis=1), jnp.asarray(reward, jnp.float32), 0.0)
   returns = turn_returns(reward, turn_reward, mask, turn, rollout=rollout, gamma=gamma)
-  return moments(returns, jnp.where(places, anchor, 0), places, n * turns, ddof=ddof), places
+  return moments(returns, _pair_ids(group, anchor), places, n * turns, ddof=ddof), places
+
+
+def _pair_ids(group: Int[Array, "N"], anchor: Int[Array, "N S"]) -> Int[Array, "N S"]:
+  """Equal numbers in [0, N S) for equal (group, anchor): the rank among the pairs, whatever range anchors come in."""
+  anchor = jnp.asarray(anchor)
+  group, flat = jnp.broadcast_to(jnp.asarray(group)[:, None], anchor.shape).reshape(-1), anchor.reshape(-1)
+  order = jnp.lexsort((flat, group))
+  new = jnp.any(jnp.diff(jnp.stack([group, flat])[:, order]) != 0, axis=0)
+  rank = jnp.concatenate([jnp.zeros(1, int), jnp.cumsum(new)])
+  return jnp.zeros(flat.shape, int).at[order].set(rank).reshape(anchor.shape)
 
 
 def _check_one_reward(reward, rollout, valid):

@@ -19,7 +19,7 @@ POTENTIAL = Given(("potential",))
 def gigpo(weight: float = 1.0, gamma: float = 0.95, annotator: Annotator = ANCHORS) -> Method:
   """Feng et al. 2025, arXiv 2505.10978: GRPO's advantage plus the one among steps taken in the same state.
 
-  `anchor [N, S]`: numbers of the states over the whole batch, -1 for none; see `advantages.anchor_groups`.
+  `anchor [N, S]`: numbers that tell apart the states of a group, -1 for none; `advantages.anchor_groups`, or a hash.
   """
   advantage = (*grpo.objective.advantage, partial(add_step_advantage, weight=weight, gamma=gamma))
   return replace(grpo, objective=replace(grpo.objective, advantage=advantage), annotators=(annotator,))

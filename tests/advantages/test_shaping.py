@@ -129,7 +129,7 @@ def test_length_keeps_the_positive_mass(seed):
 
 GIGPO = dict(
   reward=np.array([1.0, 0.0]), turn_reward=np.zeros((2, 2)), mask=np.ones((2, 2), bool), turn=np.tile([0, 1], (2, 1)),
-  anchor=np.array([[0, 1], [0, 2]]),
+  anchor=np.array([[0, 1], [0, 2]]), group=np.zeros(2, int),
 )  # fmt: skip
 
 
@@ -158,18 +158,41 @@ def test_anchors_by_equality_and_by_similarity():
 def test_steps_equal_loops(seed):
   batch = ragged(seed, branches=False)
   anchor = np.random.default_rng(seed).integers(-1, 5, (N, S))
-  columns = pick(batch, "reward", "turn_reward", "mask", "turn", "valid")
+  columns = pick(batch, "reward", "turn_reward", "mask", "turn", "valid", "group")
+  group = batch["group"]
   returns = np.asarray(turn_returns(**pick(batch, "reward", "turn_reward", "mask", "turn"), gamma=0.9))
   relative = np.asarray(jit_step(**columns, anchor=anchor, gamma=0.9))
   centered = np.asarray(jit_centered(**columns, anchor=anchor, gamma=0.9))
   steps = [(n, k, places) for n in range(N) for k, places in turn_lists(batch, n)]
   for n, k, places in steps:
-    bucket = np.array([returns[m, j] for m, j, _ in steps if anchor[m, j] == anchor[n, k] and anchor[n, k] >= 0])
+    same = [(m, j) for m, j, _ in steps if group[m] == group[n] and anchor[m, j] == anchor[n, k] >= 0]
+    bucket = np.array([returns[place] for place in same])
     alike = not len(bucket) or np.ptp(bucket) <= 1e-6 * max(1, np.abs(bucket).max())
     want = 0 if alike else returns[n, k] - bucket.mean()
     assert_allclose(centered[n, places], want, atol=1e-5)
     assert_allclose(relative[n, places], 0 if alike else want / (bucket.std() + 1e-6), atol=2e-3)
   assert (relative[~batch["mask"]] == 0).all() and (centered[~batch["mask"]] == 0).all()
+
+
+@few
+@given(seeds)
+def test_anchors_may_be_numbered_in_each_group_apart_or_hashed(seed):
+  batch, rng = ragged(seed), np.random.default_rng(seed)
+  columns = pick(batch, "reward", "turn_reward", "mask", "turn", "valid", "group")
+  own = rng.integers(-1, 4, (N, S)).astype(np.int32)
+  over_the_batch = np.where(own >= 0, own + 4 * batch["group"][:, None], -1)
+  hashed = np.where(own >= 0, rng.integers(0, 2**31 - 1, (N, 4))[batch["group"][:, None], own], -1)
+  want = np.asarray(jit_step(**columns, anchor=own))
+  for anchor in (over_the_batch, hashed):
+    assert_allclose(jit_step(**columns, anchor=anchor.astype(np.int32)), want, atol=1e-6)
+
+
+def test_equal_anchors_of_two_tasks_are_two_states():
+  two = {**GIGPO, "reward": np.array([1.0, 0.0]), "anchor": np.zeros((2, 2), int)}
+  assert np.abs(step_relative(**two)).min() > 0
+  own = step_relative(**{**two, "group": np.arange(2)})
+  assert_allclose(own[1], [0, 0])  # equal returns
+  assert own[0, 0] < 0 < own[0, 1]  # the first row's two turns, against each other
 
 
 # --- teams
@@ -208,7 +231,7 @@ def test_agents_of_a_team_weigh_the_same(seed):
     (lambda: group_entropy(np.zeros((2, 4)), np.ones((2, 3), bool), [0, 1]), "logp_rollout must have shape"),
     (lambda: update_thresholds(entropy_thresholds(), np.zeros(2), np.array([0, -1])), "group must hold ids"),
     (lambda: attenuate_by_entropy(np.zeros(2), np.zeros(3), 0.0, 1.0), "group_entropy must have shape"),
-    (lambda: step_relative(**{**GIGPO, "anchor": np.full((2, 2), 4)}), r"anchor must hold ids in \[0, 4\)"),
+    (lambda: step_relative(**{**GIGPO, "group": np.full(2, 4)}), r"group must hold ids in \[0, 2\)"),
     (lambda: step_relative(**{**GIGPO, "anchor": np.zeros((2, 3), int)}), "anchor must have shape"),
     (lambda: team_relative(np.zeros(2), np.zeros(2, int), np.array([0, 5])), "rollout must hold ids"),
     (lambda: anchor_groups([["a"]], [0, 1], turns=1), "group must have one entry per rollout"),
