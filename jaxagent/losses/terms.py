@@ -18,6 +18,7 @@ def kl_k1(logp: Float[Array, "B T"], logp_ref: Float[Array, "B T"]) -> Float[Arr
 
   Source: Schulman 2020, "Approximating KL divergence".
   """
+  logp, logp_ref = _agreeing(logp=logp, logp_ref=logp_ref)
   return logp - logp_ref
 
 
@@ -27,6 +28,7 @@ def kl_k3(logp: Float[Array, "B T"], logp_ref: Float[Array, "B T"]) -> Float[Arr
   As a loss (GRPO's) its expected gradient is that of KL(ref || pi), not of KL(pi || ref): use `kl_reverse` for that.
   Source: Schulman 2020; Shao et al. 2024, arXiv 2402.03300.
   """
+  logp, logp_ref = _agreeing(logp=logp, logp_ref=logp_ref)
   d = jnp.clip(logp_ref - logp, -MAX_LOG_RATIO, MAX_LOG_RATIO)
   return jnp.expm1(d) - d
 
@@ -39,6 +41,7 @@ def kl_reverse(
   The gradient of a token is r (log pi - log pi_ref) grad log pi. It does not see the effect of a token on later states.
   Source: arXiv 2512.02556 (DeepSeek-V3.2). Ours differs: nothing.
   """
+  logp, logp_old, logp_ref = _agreeing(logp=logp, logp_old=logp_old, logp_ref=logp_ref)
   return jnp.exp(jnp.clip(logp - logp_old, -MAX_LOG_RATIO, MAX_LOG_RATIO)) * kl_k3(logp, logp_ref)
 
 
@@ -111,8 +114,9 @@ def positive_token_weight(
 ) -> Float[Array, "N T"]:
   """1 / (kept tokens of correct rollouts) / aggregate, 0 elsewhere: turns `positive_nll` into a mean of its own.
 
-  Correct: `outcome` (before shaping) of at least `threshold`. Compute it on the whole update, after `aggregate`. With
-  no correct rollout it is 0.
+  Correct: `outcome` (before shaping) of at least `threshold`. One of an objective's `columns`: of the whole update, so
+  the mean is the same however the update is cut. With no correct rollout it is 0.
+  Source: arXiv 2504.05118 (VAPO). Ours differs: tokens whose `aggregate` is 0 are left out.
   """
   check_shapes(outcome=(outcome, "N"), keep=(keep, "N T"), aggregate=(aggregate, "N T"))
   positive = jnp.asarray(keep) & (jnp.asarray(outcome) >= threshold)[:, None] & (jnp.asarray(aggregate) > 0)
@@ -123,8 +127,8 @@ def positive_token_weight(
 def positive_nll(logp: Float[Array, "B T"], positive_weight: Float[Array, "B T"]) -> Float[Array, "B T"]:
   """-positive_weight log pi: imitation of the rollouts that succeeded, beside the policy gradient.
 
-  `positive_weight` is a column: 1 on tokens of correct rollouts for a part of the ordinary mean, or
-  `positive_token_weight` for the mean over them alone (the paper's, with coefficient 0.1).
+  `positive_weight` is a column: `positive_token_weight` for the mean over correct rollouts alone (the paper's, with
+  coefficient 0.1), or 1 on their tokens for a part of the objective's own mean.
   Source: arXiv 2504.05118 (VAPO). Ours differs: nothing.
   """
   logp, weight = _agreeing(logp=logp, positive_weight=positive_weight)

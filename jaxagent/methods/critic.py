@@ -5,15 +5,13 @@ The critic's targets are `advantages.value_targets`, its loss `losses.value_clip
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from jaxagent.advantages import add_token_credit, gae, length_adaptive_gae, turn_gae
-from jaxagent.losses import positive_nll, ppo_clip, token_mean, turn_clip
+from jaxagent.losses import positive_nll, positive_token_weight, ppo_clip, token_mean, turn_clip
 from jaxagent.methods.annotators import Given
 from jaxagent.methods.group import grpo
 from jaxagent.methods.objective import Annotator, Method, Slot
 from jaxagent.rewards import assertion_reward
-from jaxagent.types import Trajectory
 
 
 def ppo(gamma: float = 1.0, lam: float = 0.95) -> Method:
@@ -22,27 +20,20 @@ def ppo(gamma: float = 1.0, lam: float = 0.95) -> Method:
   return replace(grpo, objective=replace(grpo.objective, advantage=advantage, aggregate=token_mean))
 
 
-def successes(trajectory: Trajectory) -> dict[str, Any]:
-  """`positive_weight`: 1 at every token of a trajectory with outcome 1, else 0."""
-  return {"positive_weight": [float(trajectory.outcome >= 1)] * len(trajectory.tokens)}
-
-
-SUCCESSES = Given(("positive_weight",), successes)
 ASSERTIONS = Given(("assertions_passed",))
 
 
-def vapo(alpha: float = 0.05, imitation: float = 0.1, annotator: Annotator = SUCCESSES) -> Method:
+def vapo(alpha: float = 0.05, imitation: float = 0.1) -> Method:
   """Yue et al. 2025, arXiv 2504.05118: length-adaptive GAE, clip-higher, and imitation of the successes.
 
-  Ours differs: with `successes` the imitation is a part of the mean over all tokens; the paper's own mean over correct
-  tokens is `losses.positive_token_weight`.
+  The imitation is the mean over the tokens of the rollouts with outcome 1, whatever the other means divide by.
   """
   parent = ppo()
   objective = replace(
     parent.objective, advantage=(partial(length_adaptive_gae, alpha=alpha),), surrogate=partial(ppo_clip, high=0.28),
-    terms=((imitation, positive_nll),),
+    terms=((imitation, positive_nll),), columns=(("positive_weight", positive_token_weight),),
   )  # fmt: skip
-  return replace(parent, objective=objective, annotators=(annotator,))
+  return replace(parent, objective=objective)
 
 
 def mpo(credit: Slot = add_token_credit) -> Method:

@@ -37,6 +37,18 @@ class Objective:
   weight: tuple[Slot, ...] = ()  # factors of the surrogate, [N, T], multiplied
   keep: tuple[Slot, ...] = ()  # masks [N, T], and-ed; they narrow everything, denominators included
   terms: tuple[tuple[Coefficient, Slot], ...] = ()
+  # columns [N] or [N, T] of the whole update for surrogate and terms, from slots that read `aggregate` too: what makes
+  # a term with a threshold or a denominator of its own additive over microbatches
+  columns: tuple[tuple[str, Slot], ...] = ()
+
+  @property
+  def whole(self) -> tuple[Slot, ...]:
+    """Slots that see the whole batch, in the order in which they are called."""
+    return (*self.advantage, *self.keep, *self.weight, self.aggregate, *(slot for _, slot in self.columns))
+
+  @property
+  def differentiated(self) -> tuple[Slot, ...]:
+    return (self.surrogate, *(term for _, term in self.terms))
 
 
 class Annotator(Protocol):
@@ -74,8 +86,13 @@ class Method:
     whole = (*ROLLOUT_COLUMNS, *STAGE_COLUMNS, *extra)
     for slot in (*self.reward, *o.advantage, *o.weight, *o.keep, o.aggregate):
       check_slot(slot, whole)
-    for slot in (o.surrogate, *(term for _, term in o.terms)):
-      check_slot(slot, (*TOKEN_COLUMNS, *SCORE_COLUMNS, *extra))
+    late = (*TOKEN_COLUMNS, *SCORE_COLUMNS, *extra)
+    for name, slot in o.columns:
+      check_slot(slot, (*whole, "aggregate"))
+      if name in (*whole, *late):
+        raise ValueError(f"Objective.columns: {name!r} is a column already; choose another name")
+    for slot in o.differentiated:
+      check_slot(slot, (*late, *(name for name, _ in o.columns)))
 
   @property
   def columns(self) -> tuple[str, ...]:
@@ -88,9 +105,8 @@ class Method:
     A surrogate or a term that reads `logp_old` does not list it: at the first update it is the current log-prob.
     """
     o = self.objective
-    whole = (*self.reward, *o.advantage, *o.weight, *o.keep, o.aggregate)
-    names = {name for slot in whole for name in slot_parameters(slot)}
-    late = {name for slot in (o.surrogate, *(t for _, t in o.terms)) for name in slot_parameters(slot)} - {"logp_old"}
+    names = {name for slot in (*self.reward, *o.whole) for name in slot_parameters(slot)}
+    late = {name for slot in o.differentiated for name in slot_parameters(slot)} - {"logp_old"}
     return frozenset((names | late) & {*OPTIONAL_PASSES, "entropy"})
 
 

@@ -30,7 +30,7 @@ class Prepared:
 
 
 def prepare(method: Method, rollouts: Rollouts, *, minibatch: Bool[Array, "N"] | None = None) -> Prepared:
-  """Rewards, advantages, keeps and weights on the whole batch; token weights on the `minibatch`.
+  """Rewards, advantages, keeps and weights on the whole batch; token weights and own columns on the `minibatch`.
 
   `minibatch[i]` says whether logical rollout i is in this update (None: all are). Jittable with `method` closed over;
   values are checked only on concrete arrays. A ValueError names a column that a slot reads and the batch lacks, rows
@@ -49,7 +49,10 @@ def prepare(method: Method, rollouts: Rollouts, *, minibatch: Bool[Array, "N"] |
     weight *= _lift(call(slot, {**columns, "advantage": advantage, "keep": keep}), mask)
   if minibatch is not None:
     keep &= minibatch[rollouts.rollout][:, None]
-  aggregate = _lift(call(o.aggregate, {**columns, "advantage": advantage, "keep": keep}), mask)
+  columns |= {"advantage": advantage, "keep": keep}
+  aggregate = _lift(call(o.aggregate, columns), mask)
+  own = {name: call(slot, {**columns, "aggregate": aggregate}) for name, slot in o.columns}
+  rollouts = dataclasses.replace(rollouts, columns={**rollouts.columns, **own})
   kept = [jnp.where(keep, x, 0.0) for x in (_lift(advantage, mask), weight, aggregate)]
   return Prepared(_zeroed(rollouts, keep), kept[0], kept[1], keep, kept[2])
 

@@ -107,4 +107,4 @@ def _clipped(objective: Objective, columns: dict[str, Any]) -> Bool[Array, "B T"
 
 
 def _reads(objective: Objective, column: str) -> bool:
-  return any(column in slot_parameters(slot) for slot in (objective.surrogate, *(t for _, t in objective.terms)))
+  return any(column in slot_parameters(slot) for slot in objective.differentiated)

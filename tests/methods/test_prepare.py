@@ -8,9 +8,17 @@ import pytest
 import tiny
 from numpy.testing import assert_allclose, assert_array_equal
 
-from jaxagent.losses import importance_within, sequence_mean, token_mean, truncated_importance
+from jaxagent.losses import (
+  importance_within,
+  positive_nll,
+  positive_token_weight,
+  sequence_mean,
+  token_mean,
+  truncated_importance,
+)
 from jaxagent.methods import PRESETS, Method, dapo, grpo, grpo_kl, minibatches, plain, prepare
 from jaxagent.methods.prepare import call
+from jaxagent.rollout.packing import pack
 
 N = 16
 
@@ -125,6 +133,34 @@ def test_a_missing_column_is_named():
 def test_an_absent_optional_column_leaves_the_default():
   assert call(lambda reward, value=3: reward + value, {"reward": 1, "value": None}) == 4
   assert call(partial(lambda reward, *, scale: reward * scale, scale=5), {"reward": 2, "scale": 7}) == 10
+
+
+IMITATION = with_parts(
+  aggregate=token_mean, terms=((0.1, positive_nll),), columns=(("positive_weight", positive_token_weight),)
+)
+
+
+@pytest.mark.parametrize("aggregate", [token_mean, sequence_mean])
+@pytest.mark.parametrize("minibatch", [None, np.arange(N) < 8])
+def test_a_term_has_a_mean_of_its_own_however_the_update_is_cut(aggregate, minibatch):
+  r = dataclasses.replace(tiny.ragged(), outcome=(np.maximum(np.arange(N) - 1, 0) % 3 == 0).astype(np.float32))
+  p = prepare(with_parts(**{**vars(IMITATION.objective), "aggregate": aggregate}), r, minibatch=minibatch)
+  correct = np.asarray(p.keep) & (r.outcome >= 1)[:, None]
+  weight = np.asarray(p.aggregate * p.rollouts.columns["positive_weight"])
+  assert_allclose(weight, correct / correct.sum(), rtol=1e-5)
+  tokens, plan = pack(p, row_tokens=48, rows=2)
+  assert plan.microbatches > 1
+  parts = (tokens.aggregate * tokens.columns["positive_weight"]).sum((1, 2))
+  assert_allclose(parts.sum(), 1, rtol=1e-5)
+
+
+def test_columns_of_the_update_have_names_of_their_own_and_are_checked():
+  with pytest.raises(ValueError, match="'entropy' is a column already"):
+    with_parts(columns=(("entropy", positive_token_weight),))
+  with pytest.raises(ValueError, match="positive_nll reads positive_weight, which no column provides"):
+    with_parts(terms=((0.1, positive_nll),))
+  threshold = lambda logp_ref, aggregate: logp_ref * aggregate  # noqa: E731
+  assert "logp_ref" in with_parts(columns=(("threshold", threshold),)).needs
 
 
 def test_rows_sampled_greedily_are_refused():

@@ -14,7 +14,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 from jaxagent import losses as losses_of
 from jaxagent.advantages import prompt_rates
 from jaxagent.methods import PRESETS, EntropyTracker, Given, Method, RateTracker, Table, plain, prepare
-from jaxagent.methods.critic import successes
 from jaxagent.methods.objective import SCORE_COLUMNS, slot_parameters
 from jaxagent.models.policy import Hidden
 from jaxagent.rollout.packing import pack
@@ -52,7 +51,7 @@ def columns(rng):
     step_quality=np.where(per_turn < 0.3, np.nan, per_turn), step_credit=per_turn, verdict=rng.integers(-1, 2, (N, 5)),
     logp_privileged=rng.normal(size=(N, T)), first_error=rng.integers(0, T, N), tool_cost=rng.integers(0, 5, N),
     assertions_passed=rng.integers(-1, 40, N), potential=rng.random((N, S + 1)), reference_accuracy=rng.random(N),
-    reference_tokens=rng.integers(10, 40, N), positive_weight=rng.integers(0, 2, (N, 1)) * np.ones((N, T)),
+    reference_tokens=rng.integers(10, 40, N),
   )  # fmt: skip
 
 
@@ -127,8 +126,7 @@ def test_the_table_names_every_preset():
 def test_every_column_that_a_preset_declares_is_read():
   for name, method in METHODS.items():
     o = method.objective
-    slots = (*method.reward, *o.advantage, *o.weight, *o.keep, o.aggregate, o.surrogate, *(t for _, t in o.terms))
-    read = {column for slot in slots for column in slot_parameters(slot)}
+    read = {column for slot in (*method.reward, *o.whole, *o.differentiated) for column in slot_parameters(slot)}
     assert set(method.columns) <= read and not set(method.columns) & set(SCORE_COLUMNS), name
 
 
@@ -189,7 +187,6 @@ def test_given_asks_its_source_for_every_trajectory():
   table = Table(("first_error", "tool_cost"), {(2, 0): (7, 1.5), (2, 1): (-1, 0.0)})
   given = Given(("first_error", "tool_cost"), table)
   assert asyncio.run(given(group, None)) == {"first_error": [7, -1], "tool_cost": [1.5, 0.0]}
-  assert asyncio.run(Given(("positive_weight",), successes)(group, None)) == {"positive_weight": [[0.0] * 2, [1.0] * 2]}
 
 
 @pytest.mark.parametrize(
