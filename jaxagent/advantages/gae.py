@@ -141,6 +141,7 @@ def standardize_turns(
   """(A_k - mean) / (std + eps) over the turns of the batch, each counted once whatever its length; equal ones give 0.
 
   `advantage` must be one number per turn. Before token credit is added, so that its mean over a turn survives.
+  Source: MPO (Multiscale Policy Optimization). Reconstruction: the paper's text was not available; this step is ours.
   """
   check_shapes(advantage=(advantage, "N T"), mask=(mask, "N T"), turn=(turn, "N T"))
   turns = find_turns(mask, turn)

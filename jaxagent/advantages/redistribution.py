@@ -249,21 +249,31 @@ def add_step_credit(
   turn_reward: Float[Array, "N S"],
   step_credit: Float[Array, "N S"],
   outcome: Float[Array, "N"],
+  mask: Bool[Array, "N T"],
+  turn: Int[Array, "N T"],
   *,
+  rollout: Int[Array, "N"] | None = None,
   weight: float = 0.2,
   limit: float = 0.9,
 ) -> Float[Array, "N S"]:
-  """turn_reward + weight step_credit on rollouts with outcome below 1, scaled so that a row's bonus is at most `limit`.
+  """turn_reward + weight step_credit where outcome < 1, scaled so that a rollout's bonus is at most `limit`.
 
-  `step_credit` in [0, 1], see `matched_credit`; successes are never touched. Not potential-based: it may change what is
-  optimal. To be followed by GiGPO's step returns.
-  Source: Xu et al. 2026, arXiv 2606.25852 (SCPO). Reconstruction: weight and limit are ours, the paper's were
-  not visible.
+  `step_credit` in [0, 1], see `matched_credit`, is read at the row's own turns; successes are never touched. Not
+  potential-based: it may change what is optimal. To be followed by GiGPO's step returns.
+  Source: Xu et al. 2026, arXiv 2606.25852 (SCPO). Reconstruction: weight, limit and that credit grows with the
+  similarity are ours, the paper's were not visible.
   """
-  check_shapes(turn_reward=(turn_reward, "N S"), step_credit=(step_credit, "N S"), outcome=(outcome, "N"))
-  check_range("step_credit", step_credit, 0, 1)
-  bonus = jnp.where(jnp.asarray(outcome)[:, None] < 1, weight * jnp.asarray(step_credit, jnp.float32), 0.0)
-  total = jnp.sum(bonus, axis=1, keepdims=True)
+  sizes = check_shapes(
+    mask=(mask, "N T"), turn=(turn, "N T"), turn_reward=(turn_reward, "N S"), step_credit=(step_credit, "N S"),
+    outcome=(outcome, "N"), rollout=(rollout, "N"),
+  )  # fmt: skip
+  check_ids("turn", turn, sizes["S"], where=mask)
+  check_ids("rollout", rollout, sizes["N"])
+  here = turn_places(jnp.asarray(mask, bool), jnp.asarray(turn), sizes["S"])
+  check_range("step_credit", step_credit, 0, 1, where=here)
+  paid = here & (jnp.asarray(outcome)[:, None] < 1)
+  bonus = jnp.where(paid, weight * jnp.asarray(step_credit, jnp.float32), 0.0)
+  total = over_rollouts(jnp.sum(bonus, axis=1), rollout)[:, None]
   return jnp.asarray(turn_reward, jnp.float32) + bonus * jnp.minimum(1.0, limit / jnp.maximum(total, limit))
 
 

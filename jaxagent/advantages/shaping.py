@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxagent.advantages.group import first_rows, group_relative
 from jaxagent.advantages.returns import turn_returns
-from jaxagent.advantages.segments import at_tokens, lift, moments, turn_places
+from jaxagent.advantages.segments import at_tokens, lift, moments, over_rollouts, turn_places
 from jaxagent.checks import check_ids, check_shapes, concrete
 
 
@@ -110,7 +110,7 @@ def attenuate_by_entropy(
 
   Certain groups get less reinforcement, uncertain ones less punishment; the group's mean is no longer 0. `advantage`
   may be `[N]` or `[N, T]`, any base. Thresholds are numbers or one per row.
-  Source: Cheng et al. 2026, arXiv 2607.16850 (GEPO), equation 7. Ours differs: nothing; alpha_high < alpha_low.
+  Source: Cheng et al. 2026, arXiv 2607.16850 (GEPO), equation 7; alpha_high < alpha_low, both of a re-implementation.
   """
   positive, negative, advantage = _regimes(advantage, group_entropy, entropy_low, entropy_high)
   return advantage * jnp.where(positive, alpha_low, jnp.where(negative, alpha_high, 1.0))
@@ -138,6 +138,8 @@ def favour_short_successes(
   mask: Bool[Array, "N T"],
   group: Int[Array, "N"],
   *,
+  valid: Bool[Array, "N"] | None = None,
+  rollout: Int[Array, "N"] | None = None,
   floor: float = 0.5,
   power: float = 1.0,
   share: float = 0.5,
@@ -145,18 +147,24 @@ def favour_short_successes(
 ) -> Float[Array, "N"]:
   """Positive A times w_i = floor + (1 - floor)(1 - (L - Lmin) / (Lmax - Lmin + eps))^power, their sum kept.
 
-  L in action tokens, its ends over the group's positive rows. Groups with fewer than `share` positive rows stay as
-  they are. `advantage` must be 0 where a row is not valid.
+  L in action tokens of the logical rollout, its ends over the group's positive ones; each counts once. Groups of which
+  less than `share` is positive stay as they are.
   Source: Intern-S2-Preview, arXiv 2608.13505 (adaptive length regularisation). Its constants are not published: the
   defaults are ours.
   """
-  n = check_shapes(mask=(mask, "N T"), advantage=(advantage, "N"), group=(group, "N"))["N"]
+  n = check_shapes(
+    mask=(mask, "N T"), advantage=(advantage, "N"), group=(group, "N"), valid=(valid, "N"), rollout=(rollout, "N")
+  )["N"]
   check_ids("group", group, n)
-  advantage, group = jnp.asarray(advantage, jnp.float32), jnp.asarray(group)
-  positive, length = advantage > 0, jnp.sum(jnp.asarray(mask), axis=1).astype(jnp.float32)
+  check_ids("rollout", rollout, n)
+  valid = jnp.ones(n, bool) if valid is None else jnp.asarray(valid, bool)
+  once = first_rows(jnp.arange(n) if rollout is None else jnp.asarray(rollout), valid)
+  advantage, group = jnp.where(valid, jnp.asarray(advantage, jnp.float32), 0.0), jnp.asarray(group)
+  tokens = jnp.sum(jnp.asarray(mask) & valid[:, None], axis=1).astype(jnp.float32)
+  positive, length = advantage > 0, over_rollouts(tokens, rollout)
 
   def total(x):
-    return jax.ops.segment_sum(x.astype(jnp.float32), group, n)[group]
+    return jax.ops.segment_sum(jnp.where(once, x, 0.0).astype(jnp.float32), group, n)[group]
 
   low = jax.ops.segment_min(jnp.where(positive, length, jnp.inf), group, n)[group]
   high = jax.ops.segment_max(jnp.where(positive, length, -jnp.inf), group, n)[group]

@@ -19,6 +19,7 @@ def think_only(beta: float = 0.5, annotator: Annotator = REFERENCE) -> Method:
   """When2Think without its two modes: a bonus for short answers where the task is easy, standardised over the batch.
 
   `reference_accuracy [N]` and `reference_tokens [N]` of each row's task, sampled once from a reference policy.
+  Shim et al. 2026, arXiv 2609.19671. Reconstruction: the paper's equation was not available.
   """
   return replace(bws(), reward=(partial(difficulty_bonus, beta=beta),), annotators=(annotator,))
 

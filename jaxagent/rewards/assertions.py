@@ -27,15 +27,19 @@ def count_assertions(record: Mapping[str, bool] | None) -> Assertions:
 
 
 def assertion_reward(
-  assertions_passed: Int[Array, "N"], outcome: Float[Array, "N"], *, scale: float = 20.0
+  assertions_passed: Int[Array, "N"],
+  outcome: Float[Array, "N"],
+  *,
+  valid: Bool[Array, "N"] | None = None,
+  scale: float = 20.0,
 ) -> Float[Array, "N"]:
   """r = passed / scale, may exceed 1; the outcome where passed is -1, a trial without a record (see `fell_back`).
 
   An absolute count under one global scale, not a ratio: 10 of 20 is 0.5, 2 of 4 is 0.1. A scale taken from the batch
-  would drift, and one sample could manipulate it.
+  would drift, and one sample could manipulate it. Rows with `valid=False` may hold any count.
   Source: Yang et al. 2026, arXiv 2609.11042 (T1). Ours differs: nothing.
   """
-  _checked(assertions_passed, outcome)
+  _checked(assertions_passed, outcome, valid)
   passed = jnp.asarray(assertions_passed)
   return jnp.where(passed < 0, jnp.asarray(outcome, jnp.float32), passed / jnp.float32(scale))
 
@@ -50,13 +54,14 @@ def assertion_share(
   assertions_total: Int[Array, "N"],
   outcome: Float[Array, "N"],
   *,
+  valid: Bool[Array, "N"] | None = None,
   weight: float = 0.4,
 ) -> Float[Array, "N"]:
   """r = max(b, weight passed / total) in [0, max(1, b)], b the outcome: the older variant, for comparison.
 
   Source: Yang et al. 2026, arXiv 2609.11042 (T1).
   """
-  _checked(assertions_passed, outcome)
+  _checked(assertions_passed, outcome, valid)
   check_shapes(assertions_passed=(assertions_passed, "N"), assertions_total=(assertions_total, "N"))
   passed, total = jnp.asarray(assertions_passed), jnp.asarray(assertions_total)
   outcome = jnp.asarray(outcome, jnp.float32)
@@ -64,6 +69,6 @@ def assertion_share(
   return jnp.clip(jnp.maximum(outcome, share), 0.0, jnp.maximum(1.0, outcome))
 
 
-def _checked(passed, outcome):
-  check_shapes(assertions_passed=(passed, "N"), outcome=(outcome, "N"))
-  check_range("assertions_passed", passed, -1, float("inf"))
+def _checked(passed, outcome, valid):
+  check_shapes(assertions_passed=(passed, "N"), outcome=(outcome, "N"), valid=(valid, "N"))
+  check_range("assertions_passed", passed, -1, float("inf"), where=valid)

@@ -2,7 +2,8 @@
 
 All but the first are gated on correctness: no cost is subtracted from a failure. Correct means outcome 1. Group
 anchors are the minima over the correct rollouts of the group; rows with `valid=False` enter none and get 0. Lengths in
-tokens; results `[N]`, float32.
+tokens; results `[N]`, float32. What a column says of a rollout (its tool cost, its reference) stands at each of its
+rows.
 """
 
 import jax
@@ -51,6 +52,7 @@ def reference_bonus(
   reference_accuracy: Float[Array, "N"],
   reference_tokens: Float[Array, "N"],
   *,
+  valid: Bool[Array, "N"] | None = None,
   beta: float = 0.5,
 ) -> Float[Array, "N"]:
   """1[correct] (1 + beta alpha clip(1 - L / tau, 0, 1)).
@@ -61,12 +63,13 @@ def reference_bonus(
   """
   check_shapes(
     outcome=(outcome, "N"), generated=(generated, "N"), reference_accuracy=(reference_accuracy, "N"),
-    reference_tokens=(reference_tokens, "N"),
+    reference_tokens=(reference_tokens, "N"), valid=(valid, "N"),
   )  # fmt: skip
-  check_range("reference_accuracy", reference_accuracy, 0, 1)
+  check_range("reference_accuracy", reference_accuracy, 0, 1, where=valid)
   tau = jnp.asarray(reference_tokens, jnp.float32)
   saved = jnp.where(tau > 0, jnp.clip(1 - jnp.asarray(generated) / jnp.where(tau > 0, tau, 1.0), 0.0, 1.0), 0.0)
-  return jnp.where(is_correct(outcome), 1 + beta * jnp.asarray(reference_accuracy, jnp.float32) * saved, 0.0)
+  paid = is_correct(outcome) if valid is None else is_correct(outcome) & jnp.asarray(valid)
+  return jnp.where(paid, 1 + beta * jnp.asarray(reference_accuracy, jnp.float32) * saved, 0.0)
 
 
 def difficulty_bonus(
@@ -75,6 +78,7 @@ def difficulty_bonus(
   reference_accuracy: Float[Array, "N"],
   reference_tokens: Float[Array, "N"],
   *,
+  valid: Bool[Array, "N"] | None = None,
   truncated: Bool[Array, "N"] | None = None,
   rollout: Int[Array, "N"] | None = None,
   beta: float = 0.5,
@@ -86,7 +90,7 @@ def difficulty_bonus(
   check_shapes(mask=(mask, "N T"), outcome=(outcome, "N"), truncated=(truncated, "N"), rollout=(rollout, "N"))
   outcome = jnp.asarray(outcome) if truncated is None else jnp.where(jnp.asarray(truncated), 0.0, outcome)
   length = generated_tokens(mask, rollout=rollout)
-  return reference_bonus(outcome, length, reference_accuracy, reference_tokens, beta=beta)
+  return reference_bonus(outcome, length, reference_accuracy, reference_tokens, valid=valid, beta=beta)
 
 
 def behaviour_of_modes(
@@ -142,7 +146,8 @@ def gated_efficiency(
 
   1 only for a correct rollout that is least in both; a wrong one gets 0, however short. The eps keep the gate soft
   where the least is 0.
-  Source: Xie et al. 2026, arXiv 2606.07074 (SlimSearcher), from notes of the paper. The eps are ours.
+  Source: Xie et al. 2026, arXiv 2606.07074 (SlimSearcher), from notes of the paper. The eps are ours, and that the
+  length counts only what the policy wrote.
   """
   check_shapes(mask=(mask, "N T"), rollout=(rollout, "N"))
   correct = _correct(outcome, tool_cost, group, valid)

@@ -1,6 +1,9 @@
 """Which tasks make the next batch: uniform, weighted, or informative and diverse.
 
 All return task numbers `[B]`, none twice; -1 where no task is left.
+
+Reconstruction: EnvSched's paper was not available. A quota for each environment and a penalty for similar tasks are the
+paper's; the greedy rule, the uniform draws and all constants are ours.
 """
 
 from typing import NamedTuple
@@ -83,7 +86,6 @@ def diverse_batch(
   """Greedy: the task of largest score - penalty max_{chosen j} similarity_ij, of an environment under its quota.
 
   Ties go to the lower number. `available` False: never.
-  Reconstruction of EnvSched: quota and similarity penalty are the paper's, the greedy rule and 0.5 are ours.
   """
   available = _available(available, score)
   _check_choice(score, similarity, env, quota, available, size)

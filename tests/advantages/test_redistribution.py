@@ -324,11 +324,21 @@ def test_credit_is_positive_bounded_and_for_failures_only(seed):
   rng = np.random.default_rng(seed)
   turn_reward, credit = rng.normal(size=(N, S)).astype(np.float32), rng.random((N, S)).astype(np.float32)
   outcome = rng.choice([0.0, 0.5, 1.0], N)
-  bonus = np.asarray(add_step_credit(turn_reward, credit, outcome, weight=0.3)) - turn_reward
+  place = dict(mask=np.ones((N, S), bool), turn=np.tile(np.arange(S), (N, 1)))
+  bonus = np.asarray(add_step_credit(turn_reward, credit, outcome, **place, weight=0.3)) - turn_reward
   assert (bonus[outcome == 1] == 0).all() and (bonus >= -1e-6).all()
   assert (bonus.sum(1) <= 0.9 + 1e-5).all()
-  small = np.asarray(add_step_credit(turn_reward, credit, outcome, weight=0.01)) - turn_reward
+  small = np.asarray(add_step_credit(turn_reward, credit, outcome, **place, weight=0.01)) - turn_reward
   assert_allclose(small[outcome < 1], 0.01 * credit[outcome < 1], atol=1e-6)
+
+
+def test_a_rollout_of_several_rows_has_one_bonus_of_its_own_turns():
+  mask, turn = np.ones((3, 2), bool), np.array([[0, 1], [2, 2], [0, 0]])
+  mask[1, 1] = False
+  credit = np.array([[1, 0.5, np.nan], [7, 7, 0.5], [1, np.nan, np.nan]])
+  rollout = np.array([0, 0, 1])
+  out = add_step_credit(np.zeros((3, 3)), credit, np.zeros(3), mask, turn, rollout=rollout, weight=0.9)
+  assert_allclose(out, [[0.45, 0.225, 0], [0, 0, 0.225], [0.9, 0, 0]], rtol=1e-6)
 
 
 def test_the_longest_successful_sibling():
@@ -351,7 +361,7 @@ ROW = dict(mask=np.ones((1, 4), bool), turn=np.zeros((1, 4), int))
     (lambda: prefix_suffix([1.0], [1], [0], ROW["mask"]), "group must hold ids"),
     (lambda: match_steps(np.full((2, 2), 1.5)), "similarity must lie in"),
     (lambda: matched_credit(np.ones((2, 2)), np.array([0, 2])), "match must hold ids"),
-    (lambda: add_step_credit(np.zeros((1, 2)), np.full((1, 2), -0.1), [0.0]), "step_credit must lie in"),
+    (lambda: add_step_credit(np.zeros((1, 2)), np.full((1, 2), -0.1), [0.0], **ROW), "step_credit must lie in"),
   ],
 )
 def test_bad_input_is_named(call, said):

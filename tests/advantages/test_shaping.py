@@ -114,6 +114,31 @@ def test_golden_length_of_successes():
 
 @few
 @given(seeds)
+def test_lengths_of_rollouts_count_once_and_failures_not_at_all(seed):
+  batch = ragged(seed)
+  valid, rollout, group = batch["valid"], batch["rollout"], batch["group"]
+  advantage = np.random.default_rng(seed).normal(size=N).astype(np.float32)[rollout]
+  out = favour_short_successes(
+    np.where(valid, advantage, np.nan), batch["mask"], group, valid=valid, rollout=rollout, power=2.0
+  )
+  want = np.where(valid, advantage, 0).astype(np.float64)
+  length = {r: batch["mask"][rollout == r].sum() for r in rollout[valid]}
+  for g in set(group[valid]):
+    members = sorted(set(rollout[valid & (group == g)]))
+    good = [r for r in members if advantage[rollout == r][0] > 0]
+    if not good or len(good) < 0.5 * len(members):
+      continue
+    low, high = min(length[r] for r in good), max(length[r] for r in good)
+    weight = {r: 0.5 + 0.5 * (1 - (length[r] - low) / (high - low + 1e-6)) ** 2 for r in good}
+    mass = {r: float(advantage[rollout == r][0]) for r in good}
+    scale = sum(mass.values()) / sum(weight[r] * mass[r] for r in good)
+    for r in good:
+      want[valid & (rollout == r)] = weight[r] * mass[r] * scale
+  assert_allclose(out, want, rtol=1e-4, atol=1e-6)
+
+
+@few
+@given(seeds)
 def test_length_keeps_the_positive_mass(seed):
   batch = ragged(seed)
   advantage = np.random.default_rng(seed).normal(size=N).astype(np.float32)
