@@ -50,6 +50,7 @@ from jaxagent.losses.surrogates import (
   vespo,
 )
 from jaxagent.losses.terms import (
+  batch_load_balance,
   binary_kl,
   entropy_bonus,
   expert_fractions,
@@ -78,6 +79,7 @@ __all__ = [
   "accept_policy",
   "accept_state",
   "agent_mean",
+  "batch_load_balance",
   "benefit",
   "binary_kl",
   "binary_kl_within",

@@ -135,12 +135,45 @@ def positive_nll(logp: Float[Array, "B T"], positive_weight: Float[Array, "B T"]
   return -jax.lax.stop_gradient(weight) * logp
 
 
+def load_balance(
+  router_probs: Float[Array, "B T L E"], experts: Int[Array, "B T L K"], segment: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+  """E sum_e f_e P_e of the sequence that the token stands in, averaged over layers, at each of its tokens.
+
+  f_e is the share of expert e in the sequence's choices, without a gradient, P_e its mean probability, both over all
+  tokens of the rollout's row, context included: 1 if experts are used evenly, up to E / K if K serve all. A sequence is
+  never split, so the term is the same however an update is cut and packed; a product of two means over a batch, the
+  balance of Switch, is not (`batch_load_balance`). Under `sequence_mean` weights it is the mean over sequences.
+
+  As a term it reads what a mixture reports: `router_probs`, the live softmax over all experts, and the `experts` that
+  processed each token, replayed ones included.
+  Source: DeepSeek-AI 2024, arXiv 2412.19437 (DeepSeek-V3's sequence-wise loss, with coefficient 1e-4). Ours differs:
+  softmax probabilities, and the mean over layers where the source adds them.
+  """
+  sizes = check_shapes(router_probs=(router_probs, "B T L E"), experts=(experts, "B T L K"), segment=(segment, "B T"))
+  width, layers, count = (sizes[k] for k in ("T", "L", "E"))
+  router_probs, experts = jnp.asarray(router_probs, jnp.float32), jnp.asarray(experts).astype(jnp.int32)
+
+  def of_row(p, chosen, segment):
+    place = jnp.where(segment >= 0, segment, width)  # padding: dropped
+    tokens = jnp.maximum(jnp.zeros(width).at[place].add(1.0, mode="drop"), 1.0)
+    mean = jnp.zeros((width, layers, count)).at[place].add(p, mode="drop") / tokens[:, None, None]
+    layer = jnp.arange(layers)[:, None]
+    total = jnp.zeros((width, layers, count)).at[place[:, None, None], layer, chosen].add(1.0, mode="drop")
+    share = total / (tokens * chosen.shape[-1])[:, None, None]
+    balance = count / layers * jnp.einsum("sle,sle->s", share, mean)
+    return jnp.where(segment >= 0, balance[segment], 0.0)
+
+  return jax.vmap(of_row)(router_probs, experts, jnp.asarray(segment))
+
+
 def expert_fractions(
   routing: Int[Array, "N T L K"], mask: Bool[Array, "N T"], *, experts: int
 ) -> Float[Array, "L E"]:
   """Share of each expert in the choices of the masked tokens, per layer; rows sum to 1, or are 0 without a choice.
 
-  Counted once on all tokens of an update, so that `load_balance` adds up over microbatches. Choices of -1 are skipped.
+  Counted once on all tokens of an update, so that `batch_load_balance` adds up over microbatches. Choices of -1 are
+  skipped.
   """
   check_shapes(routing=(routing, "N T L K"), mask=(mask, "N T"))
   routing = jnp.asarray(routing).astype(jnp.int32)
@@ -151,13 +184,14 @@ def expert_fractions(
   return counts / jnp.maximum(jnp.sum(counts, 1, keepdims=True), 1).astype(jnp.float32)
 
 
-def load_balance(
+def batch_load_balance(
   router_probs: Float[Array, "B T L E"], fractions: Float[Array, "L E"]
 ) -> Float[Array, "B T"]:
   """E sum_e f_e p_e, averaged over layers: 1 if experts are used evenly, up to E if one serves all.
 
-  `router_probs` are the live softmax over all experts (aux of the model), f `expert_fractions` of the
-  whole update, without a gradient. Under `token_mean` weights the sum is the usual loss E sum_e f_e P_e.
+  For a loop of your own, which counts the choices of a whole update first; `load_balance` is the one that fits a slot.
+  `router_probs` are the live softmax over all experts (aux of the model), f `expert_fractions` of the whole update,
+  without a gradient. Under `token_mean` weights the sum is the usual loss E sum_e f_e P_e.
   Source: Fedus et al. 2021, arXiv 2101.03961. Ours differs: f is of the update, not of a microbatch.
   """
   check_shapes(router_probs=(router_probs, "B T L E"), fractions=(fractions, "L E"))

@@ -22,7 +22,9 @@ ROLLOUT_COLUMNS = tuple(f.name for f in dataclasses.fields(Rollouts) if f.name !
 # `advantage`: the result of the slots before; `keep`: the mask, narrowed so far, of the rollouts in this update
 STAGE_COLUMNS = ("advantage", "keep")
 TOKEN_COLUMNS = tuple(f.name for f in dataclasses.fields(TokenBatch) if f.name != "columns")
-SCORE_COLUMNS = ("logp", "entropy")  # of the parameters being differentiated; `entropy` is computed iff a slot names it
+# of the parameters being differentiated; all but `logp` are computed iff a slot names them, the last two by a mixture:
+# router_probs [B, T, L, E], and the experts [B, T, L, K] that processed the token
+SCORE_COLUMNS = ("logp", "entropy", "router_probs", "experts")
 OPTIONAL_PASSES = ("logp_old", "logp_ref", "value", "routing", "bootstrap", "version")
 
 
@@ -54,7 +56,8 @@ class Objective:
 class Annotator(Protocol):
   """Host-side facts from outside the arrays (a judge's verdict, a similarity): stateless, called once per group.
 
-  Returns columns by name, each with one entry per trajectory of the group.
+  Returns columns by name, each with one entry per trajectory of the group: a number, an array of one fixed shape, a
+  value per token, or a `PerTurn`.
   """
 
   columns: tuple[str, ...]
@@ -107,7 +110,7 @@ class Method:
     o = self.objective
     names = {name for slot in (*self.reward, *o.whole) for name in slot_parameters(slot)}
     late = {name for slot in o.differentiated for name in slot_parameters(slot)} - {"logp_old"}
-    return frozenset((names | late) & {*OPTIONAL_PASSES, "entropy"})
+    return frozenset((names | late) & {*OPTIONAL_PASSES, *SCORE_COLUMNS[1:]})
 
 
 def slot_parameters(slot: Slot) -> dict[str, inspect.Parameter]:

@@ -105,7 +105,7 @@ def check_method(config: Config, parts: Parts) -> None:
   """What a method cannot do under this config, before anything runs."""
   provided = {"logp_old", "logp_ref", "entropy", "version", *parts.method.columns}
   if parts.policy.config is not None and getattr(parts.policy.config, "experts", 0):
-    provided.add("routing")
+    provided |= {"routing", "router_probs", "experts"}
   if absent := sorted(parts.method.needs - provided):
     raise ValueError(f"the method reads {', '.join(absent)}, which this loop does not provide; choose another method")
   truncating = sampling_rules(config).truncates
@@ -221,7 +221,7 @@ def _step(config, parts, hooks, interrupt, engine, update, state, step, indices)
     rollouts = as_batch(config, parts, trajectories)
   if parts.method.annotators:
     with phases("annotate"), interrupt.allowed():
-      columns = annotate(parts.method.annotators, trajectories, Tools(parts.chat, engine), rollouts.tokens.shape)
+      columns = annotate(parts.method.annotators, trajectories, Tools(parts.chat, engine), rollouts)
       rollouts = with_columns(rollouts, columns)
   hooks.rollouts(step + 1, rollouts, trajectories)
   state, record = update(state, rollouts, key=jax.random.fold_in(key, MINIBATCH), phases=phases)

@@ -32,15 +32,17 @@ def loss(
   """sum_t aggregate_t [weight_t surrogate_t + sum_k c_k term_kt] over the kept tokens of `[B, T]` rows, and its tally.
 
   A plain sum: the losses and gradients of the microbatches of an update add up to the update's. Columns and scores
-  are 0 at masked tokens before any slot sees them. Coefficients that are functions get `updates`, the count of
+  are 0 at masked tokens before any slot sees them, but for what a mixture reports, which is of every token that it
+  processed. Coefficients that are functions get `updates`, the count of
   updates before this.
   """
   differentiated = _reads(objective, "entropy")
   scores = score(
     policy, params, tokens, chunk=chunk, columns=("logp", "entropy"), constant=() if differentiated else ("entropy",)
   )  # fmt: skip
+  mixture = {"router_probs": scores.aux.get("router_probs"), "experts": scores.aux.get("routing")}
   scores = jax.tree.map(lambda x: jnp.where(tokens.mask, x, 0.0), dataclasses.replace(scores, aux={}))
-  columns = _columns(tokens, scores)
+  columns = {**_columns(tokens, scores), **mixture}
   per_token = tokens.weight * call(objective.surrogate, columns)
   for coefficient, term in objective.terms:
     c = coefficient(jnp.asarray(updates)) if callable(coefficient) else coefficient

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from jaxagent.losses import (
+  batch_load_balance,
   expert_fractions,
   kl_k1_weighted,
   kl_k2,
@@ -24,7 +25,7 @@ from jaxagent.losses import (
 RNG = np.random.default_rng(0)
 LOGITS, REF, OLD = (jnp.asarray(RNG.normal(size=5), jnp.float32) for _ in range(3))
 log_pi = jax.nn.log_softmax
-FRACTIONS, BALANCE = jax.jit(expert_fractions, static_argnames="experts"), jax.jit(load_balance)
+FRACTIONS, BALANCE = jax.jit(expert_fractions, static_argnames="experts"), jax.jit(batch_load_balance)
 TOP = jax.jit(top_entropy, static_argnames="share")
 
 
@@ -117,16 +118,16 @@ def test_positive_nll_moves_only_correct_tokens():
   assert_allclose(slope, [0, -2])
 
 
-def test_load_balance_golden():
+def test_batch_load_balance_golden():
   even, one = np.full((1, 4), 0.25, np.float32), np.eye(4, dtype=np.float32)[:1]
   probs = lambda row: np.broadcast_to(row, (2, 3, 1, 4))  # noqa: E731
-  assert_allclose(load_balance(probs(even), even), np.ones((2, 3)))
-  assert_allclose(load_balance(probs(one), one), np.full((2, 3), 4.0))
+  assert_allclose(batch_load_balance(probs(even), even), np.ones((2, 3)))
+  assert_allclose(batch_load_balance(probs(one), one), np.full((2, 3), 4.0))
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_load_balance_equals_loops_however_the_batch_is_cut(seed):
+def test_batch_load_balance_equals_loops_however_the_batch_is_cut(seed):
   rng = np.random.default_rng(seed)
   mask, routing = rng.random((4, 5)) < 0.7, rng.integers(-1, 6, (4, 5, 2, 3)).astype(np.int16)
   probs = rng.dirichlet(np.ones(6), (4, 5, 2)).astype(np.float32)
@@ -147,20 +148,68 @@ def test_load_balance_equals_loops_however_the_batch_is_cut(seed):
 
 def test_load_balance_pushes_probability_away_from_the_busy_expert():
   fractions = jnp.array([[0.7, 0.2, 0.1]])
-  push = lambda x: load_balance(jax.nn.softmax(x)[None, None, None], fractions).sum()  # noqa: E731
+  push = lambda x: batch_load_balance(jax.nn.softmax(x)[None, None, None], fractions).sum()  # noqa: E731
   slope = jax.jit(jax.grad(push))(jnp.zeros(3))
   assert slope[0] > 0 and slope[2] < 0
-  assert_allclose(jax.grad(lambda f: load_balance(jnp.ones((1, 1, 1, 3)), f).sum())(fractions), np.zeros((1, 3)))
+  assert_allclose(jax.grad(lambda f: batch_load_balance(jnp.ones((1, 1, 1, 3)), f).sum())(fractions), np.zeros((1, 3)))
+
+
+SEQUENCES = np.array([[0, 0, 0, 0, 1, 1, -1]])
+CHOSEN = np.array([0, 1, 2, 3, 0, 0, 3]).reshape(1, 7, 1, 1)
+
+
+def test_load_balance_golden():
+  even, one = np.full((1, 7, 1, 4), 0.25, np.float32), np.tile(np.eye(4, dtype=np.float32)[0], (1, 7, 1, 1))
+  assert_allclose(load_balance(even, CHOSEN, SEQUENCES), [[1, 1, 1, 1, 1, 1, 0]])
+  assert_allclose(load_balance(one, CHOSEN, SEQUENCES), [[1, 1, 1, 1, 4, 4, 0]])
+  pair = np.array([[[[0.5, 0.3, 0.1, 0.1]]], [[[0.1, 0.7, 0.1, 0.1]]]], np.float32).reshape(1, 2, 1, 4)
+  chosen = np.array([0, 1, 1, 2]).reshape(1, 2, 1, 2)  # shares 1/4, 1/2, 1/4, 0; means .3, .5, .1, .1
+  assert_allclose(load_balance(pair, chosen, np.zeros((1, 2), int)), np.full((1, 2), 4 * (0.075 + 0.25 + 0.025)))
+
+
+def test_the_mean_of_both_halves_is_not_the_balance_of_the_whole():
+  """Why a sequence is never split: two tokens that use one expert each are even together and not apart."""
+  probs, chosen = np.eye(2, dtype=np.float32).reshape(1, 2, 1, 2), np.arange(2).reshape(1, 2, 1, 1)
+  assert_allclose(load_balance(probs, chosen, np.array([[0, 0]])), [[1, 1]])
+  assert_allclose(load_balance(probs, chosen, np.array([[0, 1]])), [[2, 2]])
+
+
+SEQUENCE_BALANCE = jax.jit(load_balance)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_load_balance_equals_loops_and_ignores_rubbish_in_padding(seed):
+  rng = np.random.default_rng(seed)
+  segment = np.sort(rng.integers(0, 3, (2, 9)), axis=1)
+  segment[:, rng.integers(5, 10) :] = -1
+  probs, experts = rng.dirichlet(np.ones(6), (2, 9, 2)).astype(np.float32), rng.integers(0, 6, (2, 9, 2, 3))
+  probs[segment < 0], experts[segment < 0] = np.nan, -7
+  out = SEQUENCE_BALANCE(probs, experts.astype(np.int16), segment)
+  for b, t in zip(*np.nonzero(segment >= 0)):
+    places, want = np.flatnonzero(segment[b] == segment[b, t]), 0.0
+    for layer in range(2):
+      f = np.bincount(experts[b, places, layer].ravel(), minlength=6) / (3 * len(places))
+      want += 6 * np.sum(f * probs[b, places, layer].mean(0)) / 2
+    assert_allclose(out[b, t], want, rtol=1e-5)
+  assert (np.asarray(out)[segment < 0] == 0).all()
+
+
+def test_load_balance_descends_towards_even_use():
+  total = lambda x: load_balance(jax.nn.softmax(x)[None, :, None], np.array([0, 0, 1]).reshape(1, 3, 1, 1), np.zeros((1, 3), int)).sum()  # noqa: E501, E731
+  slope = jax.jit(jax.grad(total))(jnp.zeros((3, 3)))
+  assert (slope[:, 0] > 0).all() and (slope[:, 2] < 0).all()
 
 
 @pytest.mark.parametrize(
   "call, said",
   [
+    (lambda: load_balance(np.zeros((1, 2, 3, 4)), np.zeros((1, 2, 2, 1), int), np.zeros((1, 2))), "experts must have"),
     (lambda: kl_k2(np.zeros((2, 3)), np.zeros((2, 2))), "logp_ref must have shape"),
     (lambda: kl_k1_weighted(np.zeros(3), np.zeros(2), np.zeros(3)), "logp_old must have shape"),
     (lambda: top_entropy(np.zeros((2, 3)), np.ones((2, 2), bool)), "keep must have shape"),
     (lambda: positive_nll(np.zeros(3), np.zeros(2)), "positive_weight must have shape"),
-    (lambda: load_balance(np.zeros((1, 2, 3, 4)), np.zeros((4, 3))), "fractions must have shape"),
+    (lambda: batch_load_balance(np.zeros((1, 2, 3, 4)), np.zeros((4, 3))), "fractions must have shape"),
     (lambda: expert_fractions(np.zeros((1, 2, 3, 4)), np.ones(2, bool), experts=4), "mask must have shape"),
   ],
 )
