@@ -121,6 +121,13 @@ class Completion:
   routing: Int[np.ndarray, "m L K"] | None = None
 
 
+class PerTurn(tuple):
+  """An entry of a trajectory's column `[N, S]`: a value for each of its turns, in order.
+
+  With one value more it is an entry of a column `[N, S+1]`: of the state at the start and after each turn.
+  """
+
+
 @dataclasses.dataclass
 class Trajectory:
   """What happened in one token stream, append-only: ids exactly as sampled, and who wrote them."""
@@ -144,7 +151,7 @@ class Trajectory:
   outcome: float = 0.0
   status: Status = "running"
   cause: str = ""
-  columns: dict[str, Any] = dataclasses.field(default_factory=dict)
+  columns: dict[str, Any] = dataclasses.field(default_factory=dict)  # numbers, arrays, `PerTurn`
   transcript: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # for people
 
   @property

@@ -1,7 +1,8 @@
 """Columns that the caller provides: what a judge, an encoder, a teacher or a table of reference runs said.
 
 A preset that needs such facts declares them with a `Given`; hand it one with a source, or any other `Annotator` of the
-same columns.
+same columns. An entry of a column `[N]` is a number, of `[N, C]` an array, of `[N, T]` a value per token of the
+trajectory, of `[N, S]` or `[N, S+1]` a `types.PerTurn`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

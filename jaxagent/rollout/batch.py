@@ -3,13 +3,14 @@
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxagent.envs.base import Tasks
 from jaxagent.models.chat import Chat
-from jaxagent.types import Completion, Rollouts, Trajectory, check
+from jaxagent.types import Completion, PerTurn, Rollouts, Trajectory, check
 
 
 def to_rollouts(
@@ -24,7 +25,7 @@ def to_rollouts(
   - `valid` is False for status "failed" and for filler rows. Those have task -1, length 0 and ids of their own.
   - `entropy` [N, T] is None unless the sampler gave it for every action. With `routing`, int16 `[N, T, L, K]`, -1 for
     tokens that were not processed. `columns`: "logp_sampled" [N, T], where some token was drawn from a truncated
-    distribution, and the trajectories' own scalars [N], float32 (0 for failed ones that lack it).
+    distribution, and the trajectories' own, see `column` (0 for failed ones that lack it).
 
   ValueError: an episode still running, too long or with too many turns, at temperature 0, without a recorded routing or
   a column the others have; a batch without one token to train on. A valid row without one is warned about.
@@ -74,9 +75,40 @@ def to_rollouts(
       version=per_token("version", np.int32, -1),
       entropy=None if np.isnan(entropy[mask]).any() else entropy,
       routing=_routing(rows, n, tokens) if routing else None,
-      columns=_columns(rows, n, tokens),
+      columns=_columns(rows, (n, tokens, turns)),
     )
   )
+
+
+def column(
+  name: str, entries: Mapping[int, Any], trajectories: Sequence[Trajectory], shape: tuple[int, int, int]
+) -> np.ndarray:
+  """`[N, ...]` from the entries of rows by index, 0 elsewhere; N, T and S of `shape`. bool, int32 or float32.
+
+  An entry is a number, an array of one fixed shape, one value (or array) per token of the row, padded to T, or a
+  `PerTurn`, padded to S or S + 1: it stands at the numbers that the row's turns have in the batch.
+
+  ValueError: entries of several shapes or kinds, a `PerTurn` that does not fit its row's turns, no numbers, and
+  integers beyond int32.
+  """
+  n, tokens, turns = shape
+  arrays = {row: _array(name, entry) for row, entry in entries.items()}
+  per_turn = [isinstance(entry, PerTurn) for entry in entries.values()]
+  start, width = dict.fromkeys(arrays, 0), None
+  if any(per_turn):
+    start, width = dict(enumerate(_first_turns(trajectories, turns))), turns + _states(name, entries, trajectories)
+  elif all(a.ndim and len(a) == len(trajectories[row].tokens) for row, a in arrays.items()):
+    width = tokens
+  shapes = {a.shape if width is None else (width, *a.shape[1:]) for a in arrays.values()}
+  if len(shapes) > 1:
+    raise ValueError(
+      f"column {name!r} has entries of shapes {sorted({a.shape for a in arrays.values()})}; give one shape, one value"
+      " per token, or a PerTurn"
+    )
+  out = np.zeros((n, *shapes.pop()), _dtype(name, arrays))
+  for row, a in arrays.items():
+    out[row if width is None else (row, slice(start[row], start[row] + len(a)))] = a
+  return out
 
 
 def demonstrations_batch(
@@ -169,18 +201,51 @@ def _routing(rows: list[Trajectory], n: int, tokens: int) -> np.ndarray:
   return out
 
 
-def _columns(rows: list[Trajectory], n: int, tokens: int) -> dict[str, np.ndarray]:
-  columns = {name: _column(rows, name, n) for name in sorted({name for row in rows for name in row.columns})}
+def _columns(rows: list[Trajectory], shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
+  names = sorted({name for row in rows for name in row.columns})
+  columns = {name: column(name, _entries(rows, name), rows, shape) for name in names}
   if any(row.logp_sampled != row.logp_rollout for row in rows):
-    columns["logp_sampled"] = _padded([row.logp_sampled for row in rows], (n, tokens), np.float32, 0)
+    columns["logp_sampled"] = _padded([row.logp_sampled for row in rows], shape[:2], np.float32, 0)
   return columns
 
 
-def _column(rows: list[Trajectory], name: str, n: int) -> np.ndarray:
+def _entries(rows: list[Trajectory], name: str) -> dict[int, Any]:
   lacking = [row.rollout for row in rows if name not in row.columns and row.status != "failed"]
   if lacking:
     raise ValueError(f"column {name!r} is missing in {len(lacking)} of {len(rows)} rollouts, as in {lacking[0]}")
-  values = [row.columns.get(name, 0.0) for row in rows]
-  if any(np.ndim(value) for value in values):
-    raise ValueError(f"column {name!r} must hold one number per rollout, got shape {np.shape(values[0])}")
-  return np.array(values + [0.0] * (n - len(rows)), np.float32)
+  return {i: row.columns[name] for i, row in enumerate(rows) if name in row.columns}
+
+
+def _array(name: str, entry: Any) -> np.ndarray:
+  try:
+    array = np.asarray(entry)
+  except ValueError as error:
+    raise ValueError(f"column {name!r} has an entry that is no array: {error}") from None
+  if array.dtype.kind not in "biuf":
+    raise ValueError(f"column {name!r} must hold numbers, got {entry!r}")
+  return array
+
+
+def _states(name: str, entries: Mapping[int, Any], trajectories: Sequence[Trajectory]) -> int:
+  """0 for a value per turn, 1 for one per state before and after them."""
+  more = {len(entry) - trajectories[row].turns if isinstance(entry, PerTurn) else -1 for row, entry in entries.items()}
+  if more not in ({0}, {1}):
+    found = [(len(np.atleast_1d(entry)), trajectories[row].turns) for row, entry in entries.items()]
+    raise ValueError(
+      f"column {name!r} must be a PerTurn in every row, with a value for each of its turns, or in all with one more;"
+      f" got (values, turns) {sorted(set(found))}"
+    )
+  return more.pop()
+
+
+def _dtype(name: str, arrays: Mapping[int, np.ndarray]) -> type:
+  filled = [a for a in arrays.values() if a.size]
+  kinds = {a.dtype.kind for a in filled}
+  if not kinds or "f" in kinds:
+    return np.float32
+  if kinds == {"b"}:
+    return np.bool_
+  largest = max(max(int(a.max()), -int(a.min())) for a in filled)
+  if largest > np.iinfo(np.int32).max:
+    raise ValueError(f"column {name!r} must hold integers within int32, got one of size {largest}")
+  return np.int32

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxagent.methods.objective import Annotator
 from jaxagent.models.chat import Chat
+from jaxagent.rollout.batch import column
 from jaxagent.sampling.engine import Engine
 from jaxagent.types import Rollouts, Trajectory
 
@@ -23,12 +24,13 @@ class Tools:
 
 
 def annotate(
-  annotators: Sequence[Annotator], trajectories: Sequence[Trajectory], tools: Tools, shape: tuple[int, int]
+  annotators: Sequence[Annotator], trajectories: Sequence[Trajectory], tools: Tools, rollouts: Rollouts
 ) -> dict[str, np.ndarray]:
-  """Columns `[N, ...]` from every annotator on every group, N and T of `shape`; zeros for filler rows.
+  """Columns `[N, ...]` for `rollouts`, whose rows the trajectories are, from every annotator on every group.
 
-  An entry per trajectory: a number, an array of one fixed shape, or one value per token, which is padded to T with 0.
-  ValueError: an annotator that returns other columns than it declares, or not one entry per trajectory.
+  An entry per trajectory, of a kind that `rollout.batch.column` takes; zeros for filler rows.
+  ValueError: an annotator that returns other columns than it declares, or not one entry per trajectory; those of
+  `column`.
   """
   rows: dict[int, list[int]] = {}
   for row, trajectory in enumerate(trajectories):
@@ -38,15 +40,16 @@ def annotate(
   async def run() -> list[Mapping[str, Any]]:
     return await asyncio.gather(*(a([trajectories[i] for i in group], tools) for a, group in jobs))
 
-  entries: dict[str, dict[int, np.ndarray]] = {}
+  entries: dict[str, dict[int, Any]] = {}
   for (annotator, group), columns in zip(jobs, _run(run)):
     if set(columns) != set(annotator.columns):
       raise ValueError(f"{type(annotator).__name__} declares {annotator.columns} but returned {tuple(columns)}")
     for name, values in columns.items():
       if len(values) != len(group):
         raise ValueError(f"{type(annotator).__name__}: {name} has {len(values)} entries for {len(group)} trajectories")
-      entries.setdefault(name, {}).update(zip(group, map(np.asarray, values)))
-  return {name: _column(name, found, trajectories, shape) for name, found in entries.items()}
+      entries.setdefault(name, {}).update(zip(group, values))
+  shape = (*rollouts.tokens.shape, rollouts.turn_reward.shape[1])
+  return {name: column(name, found, trajectories, shape) for name, found in entries.items()}
 
 
 def with_columns(rollouts: Rollouts, columns: Mapping[str, Any]) -> Rollouts:
@@ -66,15 +69,3 @@ def _run(job) -> list:
   with concurrent.futures.ThreadPoolExecutor(1) as thread:
     return thread.submit(asyncio.run, job()).result()
 
-
-def _column(name: str, entries: dict[int, np.ndarray], trajectories, shape: tuple[int, int]) -> np.ndarray:
-  n, t = shape
-  per_token = all(e.ndim and len(e) == len(trajectories[i].tokens) for i, e in entries.items())
-  shapes = {(t, *e.shape[1:]) if per_token else e.shape for e in entries.values()}
-  if len(shapes) > 1:
-    raise ValueError(f"column {name!r} has entries of shapes {sorted(shapes)}; give one shape, or one value per token")
-  first = next(iter(entries.values()))
-  out = np.zeros((n, *shapes.pop()), np.float32 if first.dtype.kind == "f" else first.dtype)
-  for i, entry in entries.items():
-    out[(i, slice(len(entry))) if per_token else i] = entry
-  return out
