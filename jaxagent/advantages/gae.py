@@ -58,6 +58,7 @@ def gae(
   Source: Schulman et al. 2016, arXiv 1506.02438. Ours differs: nothing; context tokens are skipped as in verl.
   """
   turns, value, after, bootstrap = _states(reward, turn_reward, value, mask, turn, bootstrap)
+  check_shapes(reward=(reward, "N"), lam=(lam if jnp.ndim(lam) else None, "N"))
   received = _rewards(reward, turn_reward, turn, turns)
   delta = jnp.where(turns.mask, received + gamma * after - value, 0.0)
   decay = lift(jnp.broadcast_to(jnp.asarray(gamma * lam, jnp.float32), bootstrap.shape), mask)
@@ -87,7 +88,7 @@ def length_adaptive_gae(
 
   Source: Yue et al. 2025, arXiv 2504.05118 (VAPO). Ours differs: nothing.
   """
-  check_shapes(mask=(mask, "N T"))
+  check_shapes(reward=(reward, "N"), mask=(mask, "N T"))
   lam = adaptive_lam(mask, alpha=alpha)
   return gae(reward, turn_reward, value, mask, turn, bootstrap=bootstrap, gamma=gamma, lam=lam)
 

@@ -130,7 +130,8 @@ def weigh_by_privileged(
 
 def within_group(advantage: Float[Array, "N T"], mask: Bool[Array, "N T"], group: Int[Array, "N"]) -> Array:
   """A minus its mean over the action tokens of the group."""
-  n = mask.shape[0]
+  n = check_shapes(advantage=(advantage, "N T"), mask=(mask, "N T"), group=(group, "N"))["N"]
+  check_ids("group", group, n)
   total = jax.ops.segment_sum(jnp.sum(jnp.where(mask, advantage, 0.0), axis=1), group, n)
   count = jax.ops.segment_sum(jnp.sum(mask, axis=1), group, n)
   return jnp.where(mask, advantage - (total / jnp.maximum(count, 1))[group][:, None], 0.0)
@@ -138,6 +139,7 @@ def within_group(advantage: Float[Array, "N T"], mask: Bool[Array, "N T"], group
 
 def within_batch(advantage: Float[Array, "N T"], mask: Bool[Array, "N T"], group: Int[Array, "N"]) -> Array:
   """A minus its mean over all action tokens of the batch."""
+  check_ids("group", group, len(mask))
   return within_group(advantage, mask, jnp.zeros_like(group))
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxagent.advantages.group import EQUAL
+from jaxagent.checks import check_ids
 
 
 class Turns(NamedTuple):
@@ -105,7 +106,8 @@ def at_tokens(x: Float[Array, "N S"], mask: Bool[Array, "N T"], turn: Int[Array,
 
 
 def over_rollouts(x: Float[Array, "N ..."], rollout: Int[Array, "N"] | None) -> Float[Array, "N ..."]:
-  """Row sums added up over the rows of each logical rollout."""
+  """Row sums added up over the rows of each logical rollout; a ValueError for ids out of range."""
+  check_ids("rollout", rollout, x.shape[0])
   return x if rollout is None else jax.ops.segment_sum(x, rollout, x.shape[0])[rollout]
 
 

@@ -47,8 +47,9 @@ def group_entropy_per_sequence(
 
   Source: Intern-S2-Preview, arXiv 2608.13505, section 4.3.4.
   """
+  n = check_shapes(mask=(mask, "N T"), rollout=(rollout, "N"))["N"]
+  check_ids("rollout", rollout, n)
   total, _, valid = _log_probs(logp_rollout, mask, group, valid)
-  n = valid.shape[0]
   rollout = jnp.arange(n) if rollout is None else jnp.asarray(rollout)
   count = jax.ops.segment_sum(first_rows(rollout, valid).astype(jnp.float32), group, n)[group]
   return -total / jnp.maximum(count, 1.0)
@@ -263,8 +264,9 @@ def add_step_advantage(
 ) -> Float[Array, "N T"]:
   """A = A_episode + weight A_step on action tokens; `step` is `step_relative` or `step_centered`.
 
-  Source: Feng et al. 2025, arXiv 2505.10978 (GiGPO); weight and gamma as in its code.
+  Source: Feng et al. 2025, arXiv 2505.10978 (GiGPO); weight and gamma from memory of its code.
   """
+  check_shapes(mask=(mask, "N T"), advantage=(advantage, "N T" if jnp.ndim(advantage) == 2 else "N"))
   steps = step(reward, turn_reward, anchor, group, mask, turn, valid=valid, rollout=rollout, gamma=gamma)
   return jnp.where(jnp.asarray(mask), lift(jnp.asarray(advantage, jnp.float32), mask) + weight * steps, 0.0)
 
@@ -283,7 +285,7 @@ def team_relative(
   ValueError, on concrete arrays: agents of one team with different rewards.
   Source: TeamGym (2026). Reconstruction: the paper's text was not available.
   """
-  n = check_shapes(reward=(reward, "N"), rollout=(rollout, "N"))["N"]
+  n = check_shapes(reward=(reward, "N"), rollout=(rollout, "N"), valid=(valid, "N"))["N"]
   if concrete(reward, rollout, valid):
     check_ids("rollout", rollout, n)
     _check_one_reward(np.asarray(reward), np.asarray(rollout), np.ones(n, bool) if valid is None else np.asarray(valid))
@@ -305,7 +307,7 @@ def team_relative_per_agent(
   The factor's mean over the team's tokens is 1. Agents without a token are not counted. For a token-mean loss.
   Source: TeamGym (2026). Reconstruction: the paper's text was not available; per-agent weighting is our reading.
   """
-  n = check_shapes(mask=(mask, "N T"), reward=(reward, "N"), agent=(agent, "N"))["N"]
+  n = check_shapes(mask=(mask, "N T"), reward=(reward, "N"), agent=(agent, "N"), valid=(valid, "N"))["N"]
   advantage = team_relative(reward, group, rollout, valid=valid, scale_eps=scale_eps)
   mask = jnp.asarray(mask, bool) if valid is None else jnp.asarray(mask, bool) & jnp.asarray(valid)[:, None]
   rollout, agent = jnp.asarray(rollout), jnp.asarray(agent)
@@ -349,8 +351,8 @@ def _acting(mask, turn, valid):
 
 def _steps(reward, turn_reward, anchor, group, mask, turn, valid, rollout, gamma, ddof):
   sizes = check_shapes(
-    mask=(mask, "N T"), turn_reward=(turn_reward, "N S"), anchor=(anchor, "N S"), reward=(reward, "N"),
-    group=(group, "N"), valid=(valid, "N"),
+    mask=(mask, "N T"), turn=(turn, "N T"), turn_reward=(turn_reward, "N S"), anchor=(anchor, "N S"),
+    reward=(reward, "N"), group=(group, "N"), valid=(valid, "N"),
   )  # fmt: skip
   n, turns = sizes["N"], sizes["S"]
   check_ids("group", group, n)

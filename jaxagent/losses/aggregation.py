@@ -81,6 +81,8 @@ def agent_mean(
 
 def _tokens(keep, rollout):
   """Kept tokens of each logical rollout, by id."""
+  check_shapes(keep=(keep, "N T"), rollout=(rollout, "N"))
+  check_ids("rollout", rollout, len(keep))
   return jax.ops.segment_sum(jnp.sum(keep, axis=1), rollout, keep.shape[0])
 
 

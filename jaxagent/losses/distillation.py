@@ -128,6 +128,7 @@ def distillation_loss(divergence: Float[Array, "N T"], weight: Float[Array, "N T
 
 def accept_state(score: Float[Array, "*B"], score_before: Float[Array, "*B"]) -> Bool[Array, "*B"]:
   """score > score_before: an edited state must do better on the validation tasks, under the current policy."""
+  check_shapes(score=(score, "*B"), score_before=(score_before, "*B"))
   return jnp.asarray(score) > jnp.asarray(score_before)
 
 
@@ -136,6 +137,7 @@ def accept_policy(score: Float[Array, "*B"], score_before: Float[Array, "*B"]) -
 
   Source: arXiv 2609.08919; whether the paper's gate is strict is unknown.
   """
+  check_shapes(score=(score, "*B"), score_before=(score_before, "*B"))
   return jnp.asarray(score) >= jnp.asarray(score_before)
 
 

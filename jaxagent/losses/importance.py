@@ -23,7 +23,7 @@ def truncated_importance(
 
   Source: Yao et al. 2025 (TIS). Ours differs: nothing.
   """
-  return jnp.minimum(_rho(logp_old, logp_rollout), cap)
+  return jnp.minimum(_exp(_log_rho(logp_old, logp_rollout)), cap)
 
 
 def masked_importance(
@@ -31,21 +31,22 @@ def masked_importance(
 ) -> Float[Array, "N T"]:
   """w = rho where low <= rho <= high, else 0: a weight; the dropped tokens still count in denominators.
 
-  Source: arXiv 2510.18855 (IcePop). Ours differs: nothing.
+  Source: arXiv 2510.18855 (IcePop), from notes of the paper; that the dropped tokens count is our reading.
+  `importance_within` is the other one.
   """
-  rho = _rho(logp_old, logp_rollout)
-  return jnp.where((low <= rho) & (rho <= high), rho, 0.0)
+  log_rho = _log_rho(logp_old, logp_rollout)
+  return jnp.where(_within(log_rho, low, high), _exp(log_rho), 0.0)
 
 
 def importance_within(
-  logp_old: Float[Array, "N T"], logp_rollout: Float[Array, "N T"], *, low: float = 0.5, high: float = 2.0
+  logp_old: Float[Array, "N T"], logp_rollout: Float[Array, "N T"], *, low: float | None = None, high: float = 2.0
 ) -> Bool[Array, "N T"]:
   """keep = low <= rho <= high: a mask; the dropped tokens leave denominators and terms too.
 
+  `low` is 1 / high if None.
   Source: token-level masked importance sampling (MIS), as in verl. Ours differs: nothing.
   """
-  rho = _rho(logp_old, logp_rollout)
-  return (low <= rho) & (rho <= high)
+  return _within(_log_rho(logp_old, logp_rollout), low, high)
 
 
 def turn_truncated_importance(
@@ -229,7 +230,7 @@ def normalised_truncated_importance(
 
   Source: verl's batch normalisation of importance weights. Ours differs: nothing.
   """
-  return mean_one(truncated_importance(jnp.asarray(logp_old), jnp.asarray(logp_rollout), cap=cap), keep)
+  return mean_one(truncated_importance(logp_old, logp_rollout, cap=cap), keep)
 
 
 def normalised_sequence_importance(
@@ -242,13 +243,15 @@ def normalised_sequence_importance(
   cap: float = 2.0,
 ) -> Float[Array, "N"]:
   """`sequence_truncated_importance` divided by its mean over the kept logical rollouts of the batch."""
+  check_shapes(mask=(mask, "N T"), keep=(keep, "N T"))
   return sequence_mean_one(
     sequence_truncated_importance(logp_old, logp_rollout, mask, rollout, cap=cap), keep, rollout
   )
 
 
-def _rho(logp_old, logp_rollout):
-  return jax.lax.stop_gradient(jnp.exp(jnp.clip(logp_old - logp_rollout, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
+def _log_rho(logp_old, logp_rollout):
+  check_shapes(logp_old=(logp_old, "*N"), logp_rollout=(logp_rollout, "*N"))
+  return jax.lax.stop_gradient(jnp.asarray(logp_old, jnp.float32) - jnp.asarray(logp_rollout, jnp.float32))
 
 
 def _exp(log_ratio):

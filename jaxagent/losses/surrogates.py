@@ -19,6 +19,7 @@ def reinforce(logp: Float[Array, "B T"], advantage: Float[Array, "B T"]) -> Floa
 
   Source: Williams 1992. With advantage 1 it is maximum likelihood.
   """
+  check_shapes(logp=(logp, "*B"), advantage=(advantage, "*B"))
   return -advantage * logp
 
 
@@ -36,6 +37,7 @@ def ppo_clip(
   nothing.
   Source: Schulman et al. 2017, arXiv 1707.06347; high > low is DAPO's clip-higher, arXiv 2503.14476.
   """
+  logp, logp_old, advantage = _agreeing(logp, logp_old, advantage)
   return _clipped(_ratio(logp - logp_old), advantage, low, high)
 
 
@@ -56,7 +58,8 @@ def gspo(
   their own).
   Source: Zheng et al. 2025, arXiv 2507.18071. Ours differs: nothing.
   """
-  mean = _segment_mean(jnp.where(mask, logp - logp_old, 0.0), mask, segment)
+  logp, logp_old, advantage = _kept(mask, logp, logp_old, advantage, segment=segment)
+  mean = _segment_mean(logp - logp_old, mask, segment)
   return _clipped(_ratio(_through(mean, logp)), advantage, low, high)
 
 
@@ -201,8 +204,9 @@ def gmpo(
 ) -> Float[Array, "B T"]:
   """-exp(mean of clipped log ratios over the row's kept tokens) A, each log ratio clipped on the side that A pushes to.
 
-  min(l, clip) for A >= 0, max(l, -clip) for A < 0, before the mean: one outlier cannot move the sequence. Gradients
-  flow to unclipped tokens only. Under `sequence_mean` and an advantage per sequence it is the paper's objective.
+  min(l, clip) for A >= 0, max(l, -clip) for A < 0, before the mean: one outlier cannot move the sequence. The gradient
+  of an unclipped token flows through its own log pi alone, as in `gspo`; a clipped one has none. Under `sequence_mean`
+  and an advantage per sequence it is the paper's objective.
   Source: arXiv 2507.20673 (GMPO). Ours differs: nothing.
   """
   logp, logp_old, advantage = _kept(mask, logp, logp_old, advantage, segment=segment)
@@ -242,7 +246,8 @@ def divergence_clip_tv(
 
   Further: A > 0 and r > 1, or A < 0 and r < 1. So rare tokens may move by large ratios, and likely tokens may not move
   by small ones. The paper measures against the sampler's policy: give `logp_rollout` as `logp_old` for that.
-  Source: Qi et al. 2026, arXiv 2602.04879 (DPPO with the binary total variation). The threshold is ours.
+  Source: Qi et al. 2026, arXiv 2602.04879 (DPPO with the binary total variation). Ours differs: the threshold is ours,
+  and r has no cap (verl's form has 20).
   """
   logp, logp_old, advantage = _agreeing(logp, logp_old, advantage)
   return _trusted(logp - logp_old, advantage, jnp.abs(jnp.exp(logp) - jnp.exp(logp_old)) > threshold)

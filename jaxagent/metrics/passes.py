@@ -18,7 +18,8 @@ def pass_at_k(samples: Int[Array, "*M"], correct: Int[Array, "*M"], *, k: int) -
   ValueError where k > n, or c is not in [0, n]; under jit such a task is NaN.
   Source: Chen et al. 2021, arXiv 2107.03374. Ours differs: nothing.
   """
-  return 1.0 - _all_of(samples, correct, jnp.asarray(samples) - jnp.asarray(correct), k)
+  _check(samples, correct, k)
+  return 1.0 - _all_of(samples, jnp.asarray(samples) - jnp.asarray(correct), k)
 
 
 def pass_hat_k(samples: Int[Array, "*M"], correct: Int[Array, "*M"], *, k: int) -> Float[Array, "*M"]:
@@ -27,7 +28,8 @@ def pass_hat_k(samples: Int[Array, "*M"], correct: Int[Array, "*M"], *, k: int) 
   ValueError where k > n, or c is not in [0, n]; under jit such a task is NaN.
   Source: Yao et al. 2024, arXiv 2406.12045 (tau-bench). Ours differs: nothing.
   """
-  return _all_of(samples, correct, jnp.asarray(correct), k)
+  _check(samples, correct, k)
+  return _all_of(samples, jnp.asarray(correct), k)
 
 
 def success_counts(
@@ -56,9 +58,8 @@ def success_counts(
   )
 
 
-def _all_of(samples, correct, chosen, k):
+def _all_of(samples, chosen, k):
   """C(chosen, k) / C(samples, k) as a product of k factors."""
-  _check(samples, correct, k)
   samples = jnp.asarray(samples)
   j = jnp.arange(k)
   top, bottom = jnp.maximum(chosen[..., None] - j, 0), samples[..., None] - j

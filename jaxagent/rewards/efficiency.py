@@ -32,6 +32,8 @@ def soft_overlong(
   """
   if not 0 < margin <= limit:
     raise ValueError(f"soft_overlong needs 0 < margin <= limit, got margin {margin} and limit {limit}")
+  n = check_shapes(reward=(reward, "N"), length=(length, "N"), rollout=(rollout, "N"))["N"]
+  check_ids("rollout", rollout, n)
   if rollout is not None:
     length = jax.ops.segment_max(length, rollout, length.shape[0])[rollout]
   return reward + jnp.clip((limit - margin - length) / margin, -1.0, 0.0)
@@ -39,6 +41,7 @@ def soft_overlong(
 
 def generated_tokens(mask: Bool[Array, "N T"], *, rollout: Int[Array, "N"] | None = None) -> Float[Array, "N"]:
   """Tokens that the policy wrote, over all rows of the logical rollout."""
+  check_shapes(mask=(mask, "N T"), rollout=(rollout, "N"))
   return over_rollouts(jnp.sum(jnp.asarray(mask), axis=1).astype(jnp.float32), rollout)
 
 
@@ -118,6 +121,7 @@ def tool_cost(calls: Float[Array, "N K"], weight: Float[Array, "K"] | None = Non
 
 def efficiency_gate(cost: Float[Array, "N"], least: Float[Array, "N"], *, eps: float) -> Float[Array, "N"]:
   """2 sigmoid(-(cost - least) / (least + eps)): 1 at the least cost, 0.7551 at 1.5 times that. In (0, 1]."""
+  check_shapes(cost=(cost, "*N"), least=(least, "*N"))
   return 2 * jax.nn.sigmoid(-(jnp.asarray(cost, jnp.float32) - least) / (least + eps))
 
 
@@ -168,6 +172,7 @@ def most_efficient(
   No other correct one of the group has both less cost and fewer tokens. Groups without a correct one keep none.
   Source: Xie et al. 2026, arXiv 2606.07074 (SlimSearcher).
   """
+  check_shapes(outcome=(outcome, "N"), generated=(generated, "N"))
   correct = _correct(outcome, tool_cost, group, None)
   score = jnp.where(correct, _gates(correct, tool_cost, generated, group, tool_eps, length_eps), -1.0)
   n, row = score.shape[0], jnp.arange(score.shape[0])
@@ -226,6 +231,7 @@ def solved_tasks_pay_for_tools(
   check_shapes(reward=(reward, "N"), outcome=(outcome, "N"), rollout=(rollout, "N"))
   correct = _correct(outcome, tool_cost, group, valid)
   n = correct.shape[0]
+  check_ids("rollout", rollout, n)
   valid = jnp.ones(n, bool) if valid is None else jnp.asarray(valid, bool)
   counted = first_rows(jnp.arange(n) if rollout is None else jnp.asarray(rollout), valid)
   size, won = (jax.ops.segment_sum((counted & x).astype(jnp.float32), group, n)[group] for x in (counted, correct))

@@ -34,5 +34,6 @@ def mixed_share(keep: Bool[Array, "N"], group: Int[Array, "N"], valid: Bool[Arra
   """Share of the groups with a valid row that `mixed_groups` keeps; 0 where there is none."""
   check_shapes(keep=(keep, "N"), group=(group, "N"), valid=(valid, "N"))
   n = jnp.size(keep)
+  check_ids("group", group, n)
   kept, present = (jax.ops.segment_max(jnp.asarray(x).astype(int), jnp.asarray(group), n) > 0 for x in (keep, valid))
   return jnp.sum(kept) / jnp.maximum(jnp.sum(present), 1)
