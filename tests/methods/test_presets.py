@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from every_preset import METHODS, N, T, dressed, tracked
 from numpy.testing import assert_allclose, assert_array_equal
 
 from jaxagent import losses as losses_of
 from jaxagent.advantages import prompt_rates
-from jaxagent.methods import PRESETS, EntropyTracker, Given, Method, RateTracker, Table, plain, prepare
+from jaxagent.methods import PRESETS, EntropyTracker, Given, RateTracker, Table, plain, prepare
 from jaxagent.methods.objective import SCORE_COLUMNS, slot_parameters
 from jaxagent.models.policy import Hidden
 from jaxagent.rollout.packing import pack
 from jaxagent.training.loss import loss
 from jaxagent.types import Trajectory
 
-N, T, S = 16, tiny.T, 2
 PARENTS = {  # preset: the one that it is a difference of; None: nothing to compare it with
   "grpo": None, "sft": None, "dapo": "grpo", "dapo_within": "grpo", "dr_grpo": "grpo", "dr_grpo_within": "grpo",
   "grpo_kl": "grpo", "gspo": "grpo", "rloo": "grpo",
@@ -36,58 +36,20 @@ PARENTS = {  # preset: the one that it is a difference of; None: nothing to comp
   "think_only": "bws", "when2think": "think_only", "slimsearcher": "grpo", "otc": "grpo", "eapo": "grpo",
   "search_agent": "grpo_kl",
 }  # fmt: skip
-OPTIONS = {
-  "spo_plus_plus": {"tasks": N}, "spo_muon": {"tasks": N}, "dapo_within": {"limit": 20, "margin": 10},
-  "dr_grpo_within": {"max_tokens": 24},
-}  # fmt: skip
 TABLE = np.random.default_rng(0).normal(size=(T, tiny.V)).astype(np.float32)  # the policy: logits by position
-METHODS = {k: v if isinstance(v, Method) else v(**OPTIONS.get(k, {})) for k, v in PRESETS.items()}
-
-
-def columns(rng):
-  per_turn = rng.random((N, S)).astype(np.float32)
-  return dict(
-    rewards=rng.normal(size=(N, 2)), penalties=-0.3 * rng.random((N, 2)), anchor=rng.integers(-1, 3, (N, S)),
-    step_quality=np.where(per_turn < 0.3, np.nan, per_turn), step_credit=per_turn, verdict=rng.integers(-1, 2, (N, 5)),
-    logp_privileged=rng.normal(size=(N, T)), first_error=rng.integers(0, T, N), tool_cost=rng.integers(0, 5, N),
-    assertions_passed=rng.integers(-1, 40, N), potential=rng.random((N, S + 1)), reference_accuracy=rng.random(N),
-    reference_tokens=rng.integers(10, 40, N),
-  )  # fmt: skip
-
-
-def spoiled(x, live, valid, rubbish):
-  if x.dtype.kind == "i":
-    return x.astype(np.int32)
-  looked_at = live if x.shape == (N, T) else np.expand_dims(valid, tuple(range(1, x.ndim)))
-  return np.where(looked_at, x, rubbish).astype(np.float32)
 
 
 @functools.cache
 def rollouts(rubbish):
-  """`tiny.ragged` with outcomes 0 and 1, log-probs near the policy's and all columns; rubbish where none may look."""
-  rng, r = np.random.default_rng(7), tiny.ragged(rubbish=rubbish, ref=True)
-  live = r.mask & r.valid[:, None]
-  outcome = (r.rollout % 3 == 0).astype(np.float32)
+  r = tiny.ragged(rubbish=rubbish, ref=True)
   logits = TABLE[r.position] / r.temperature[:, None, None]
   logp = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.maximum(r.tokens, 0)[..., None], -1)[..., 0]
-  old, sampled = logp + 0.15 * rng.normal(size=(2, N, T))
-  extra = {name: spoiled(x, live, r.valid, rubbish) for name, x in columns(rng).items()}
-  extra["forced"] = live & (np.cumsum(live, axis=1) == 1)
-  return dataclasses.replace(
-    r, outcome=outcome, reward=np.where(r.valid, outcome, rubbish).astype(np.float32), agent=(np.arange(N) == 1) * 1,
-    turn_reward=np.where(r.valid[:, None], 0.1 * rng.random((N, S)), rubbish).astype(np.float32),
-    logp_old=np.where(live, old, rubbish).astype(np.float32), version=np.where(live, 3, -1),
-    logp_rollout=np.where(live, sampled, rubbish).astype(np.float32), bootstrap=np.zeros(N, np.float32),
-    value=np.where(live, rng.normal(size=(N, T)), rubbish).astype(np.float32),
-    columns=extra,
-  )  # fmt: skip
+  return dressed(r, logp, rubbish)
 
 
 def complete(method, r):
   """The batch with the columns that the method declares and no others."""
-  found = {k: x for k, x in r.columns.items() if k in method.columns}
-  for tracker in method.trackers:
-    found |= tracker.update(tracker.init(), r)[1]
+  found = {k: x for k, x in r.columns.items() if k in method.columns} | tracked(method, r)
   assert set(found) == set(method.columns)
   return prepare(method, dataclasses.replace(r, columns=found))
 

@@ -18,7 +18,7 @@ import tiny
 from every_preset import METHODS, dressed, tracked
 
 from jaxagent import config
-from jaxagent.methods import Given, Method, plain, prepare
+from jaxagent.methods import Given, Method, grpo, plain, prepare
 from jaxagent.methods.objective import SCORE_COLUMNS, TOKEN_COLUMNS, slot_parameters
 from jaxagent.methods.prepare import call
 from jaxagent.rollout.packing import pack, unpack
@@ -65,39 +65,44 @@ def rollouts():
 
 @functools.cache
 def prepared():
-  """Every preset's batch, in one program. The column `half` is the number of its half, at every token."""
+  """Every preset's batch, in one program. All have the same columns; `half` is the number of the preset's half."""
   run = jax.jit(lambda r: {name: prepare(m, r) for name, m in METHODS.items()}, compiler_options=tiny.QUICK)
-  number = {h: i for i, h in enumerate(HALVES)}
-  return {k: numbered(p, number[half(METHODS[k])]) for k, p in jax.tree.map(np.asarray, run(rollouts())).items()}
+  found = jax.tree.map(np.asarray, run(rollouts()))
+  absent = {k: np.zeros_like(x) for p in found.values() for k, x in p.rollouts.columns.items()}
+  number = {h: np.full(len(rollouts().valid), i) for i, h in enumerate(HALVES)}
+  return {
+    name: with_columns(p, {**absent, **p.rollouts.columns, "half": number[half(METHODS[name])]})
+    for name, p in found.items()
+  }
 
 
-def numbered(p, number):
-  columns = {**p.rollouts.columns, "half": np.full(len(p.keep), number)}
+def with_columns(p, columns):
   return dataclasses.replace(p, rollouts=dataclasses.replace(p.rollouts, columns=columns))
 
 
 def all_halves() -> Method:
-  """Its surrogate and term are those that the column `half` names; the rest of its objective is never called."""
+  """Its surrogate and terms are those that the column `half` names; the rest of its objective is never called."""
   objectives = [METHODS[name].objective for name in HALVES.values()]
-  surrogate = switch([functools.partial(call, o.surrogate) for o in objectives])
-  term = switch([functools.partial(total, o.terms) for o in objectives])
-  objective = dataclasses.replace(objectives[0], surrogate=surrogate, terms=((1.0, term),))
-  return Method(objective, annotators=(Given(("half", *rollouts().columns)),))
+  columns = prepared()["grpo"].rollouts.columns
+  read = {k for o in objectives for slot in o.differentiated for k in slot_parameters(slot)}
+  names = read & {*TOKEN_COLUMNS, *SCORE_COLUMNS, *columns}
+  surrogate = switch([functools.partial(call, o.surrogate) for o in objectives], names)
+  term = switch([functools.partial(total, o.terms) for o in objectives], names)
+  objective = dataclasses.replace(grpo.objective, surrogate=surrogate, terms=((1.0, term),))
+  return Method(objective, annotators=(Given(tuple(columns)),))
 
 
 def total(terms, columns):
   return sum((c * call(term, columns) for c, term in terms), start=jnp.zeros_like(columns["logp"]))
 
 
-def switch(functions):
-  """A slot that reads whatever the half of some preset reads, and calls one of the functions on it."""
+def switch(functions, names):
+  """A slot that reads these columns and calls one of the functions on them."""
 
   def slot(half, **columns):
     return jax.lax.switch(jnp.max(half), functions, columns)
 
-  objectives = [METHODS[name].objective for name in HALVES.values()]
-  read = {k for o in objectives for s in (o.surrogate, *(t for _, t in o.terms)) for k in slot_parameters(s)}
-  names = ("half", *sorted(read & {*TOKEN_COLUMNS, *SCORE_COLUMNS, *rollouts().columns}))
+  names = ("half", *sorted(names - {"half"}))
   slot.__signature__ = inspect.Signature([inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY) for k in names])
   return slot
 
