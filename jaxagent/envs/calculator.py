@@ -16,7 +16,7 @@ import random
 import re
 
 from jaxagent.envs.base import Action, Malformed, Message, Observation, Step, ToolCall
-from jaxagent.envs.splits import require_split, split_of, task_seed
+from jaxagent.envs.splits import digest, require_split, split_of, task_seed
 
 HELD_OUT = 0.1  # share of all problems that only the "eval" split draws
 ATTEMPTS = 1000  # draws before a split is called empty
@@ -83,13 +83,15 @@ class Calculator:
   """Tasks: arithmetic on `operations + 1` operands of one to `digits` digits. Endless; no problem is in both splits.
 
   `max_turns` bounds the turns of an episode; a later call ends it as truncated. `system` is a system prompt for
-  pretrained models.
+  pretrained models. `in_head` is the share of the demonstrated sums and differences that are answered at once, without
+  a call: a model warm-started on them guesses until it learns that calling pays.
   """
 
   digits: int = 2
   operations: int = 1
   operators: str = "+-*"
   max_turns: int = 4
+  in_head: float = 0.0
   system: str | None = None
 
   def __post_init__(self):
@@ -97,6 +99,7 @@ class Calculator:
       (1 <= self.digits <= 4, "digits", self.digits, "in 1..4"),
       (1 <= self.operations <= 4, "operations", self.operations, "in 1..4"),
       (self.operators and set(self.operators) <= set(OPERATORS), "operators", self.operators, "some of '+-*'"),
+      (0 <= self.in_head <= 1, "in_head", self.in_head, "in [0, 1]"),
       (self.max_turns >= 2, "max_turns", self.max_turns, "at least 2: a call and an answer"),
     ]
     for ok, name, got, want in rules:
@@ -124,6 +127,8 @@ class Calculator:
   def demonstration(self, index: int) -> tuple[tuple[Message, ...], tuple[dict, ...]]:
     problem = self.problem("train", task_seed("train", index))
     answer = str(evaluate(problem))
+    if "*" not in problem and digest(f"in head {index}") < self.in_head:
+      return (*self.opening(problem), {"role": "assistant", "content": answer}), (TOOL,)
     call = {"type": "function", "function": {"name": "calc", "arguments": {"input": problem}}}
     solved = (
       {"role": "assistant", "content": "", "tool_calls": [call]},

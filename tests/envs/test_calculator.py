@@ -130,3 +130,14 @@ def test_demonstrations_are_of_the_training_split_and_right():
     assert messages[0]["content"] == problem == messages[1]["tool_calls"][0]["function"]["arguments"]["input"]
     assert messages[2]["content"] == messages[3]["content"] == str(evaluate(problem))
     assert tools[0]["function"]["name"] == "calc"
+
+def test_a_share_of_the_sums_is_demonstrated_without_a_call():
+  tasks = Calculator(in_head=0.6)
+  shown = [tasks.demonstration(i)[0] for i in range(600)]
+  called = [any("tool_calls" in m for m in messages) for messages in shown]
+  product = ["*" in messages[0]["content"] for messages in shown]
+  assert all(c for c, p in zip(called, product) if p)
+  assert abs(sum(c for c, p in zip(called, product) if not p) / product.count(False) - 0.4) < 0.07
+  assert all(messages[-1]["content"] == str(evaluate(messages[0]["content"])) for messages in shown)
+  with pytest.raises(ValueError, match=r"in_head must be in \[0, 1\], got 1.5"):
+    Calculator(in_head=1.5)
