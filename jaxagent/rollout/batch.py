@@ -99,14 +99,15 @@ def column(
     start, width = dict(enumerate(_first_turns(trajectories, turns))), turns + _states(name, entries, trajectories)
   elif all(a.ndim and len(a) == len(trajectories[row].tokens) for row, a in arrays.items()):
     width = tokens
-  shapes = {a.shape if width is None else (width, *a.shape[1:]) for a in arrays.values()}
+  filled = {row: a for row, a in arrays.items() if a.size} or arrays
+  shapes = {a.shape if width is None else (width, *a.shape[1:]) for a in filled.values()}
   if len(shapes) > 1:
     raise ValueError(
       f"column {name!r} has entries of shapes {sorted({a.shape for a in arrays.values()})}; give one shape, one value"
       " per token, or a PerTurn"
     )
-  out = np.zeros((n, *shapes.pop()), _dtype(name, arrays))
-  for row, a in arrays.items():
+  out = np.zeros((n, *shapes.pop()), _dtype(name, filled))
+  for row, a in filled.items():
     out[row if width is None else (row, slice(start[row], start[row] + len(a)))] = a
   return out
 
@@ -239,13 +240,12 @@ def _states(name: str, entries: Mapping[int, Any], trajectories: Sequence[Trajec
 
 
 def _dtype(name: str, arrays: Mapping[int, np.ndarray]) -> type:
-  filled = [a for a in arrays.values() if a.size]
-  kinds = {a.dtype.kind for a in filled}
-  if not kinds or "f" in kinds:
+  kinds = {a.dtype.kind for a in arrays.values()}
+  if "f" in kinds:
     return np.float32
   if kinds == {"b"}:
     return np.bool_
-  largest = max(max(int(a.max()), -int(a.min())) for a in filled)
+  largest = max(max(int(a.max(initial=0)), -int(a.min(initial=0))) for a in arrays.values())
   if largest > np.iinfo(np.int32).max:
     raise ValueError(f"column {name!r} must hold integers within int32, got one of size {largest}")
   return np.int32

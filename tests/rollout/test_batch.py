@@ -166,6 +166,8 @@ def test_entries_may_have_axes_behind_the_token_or_the_turn():
   assert column_of(*(np.ones((len(r.tokens), 2)) for r in rows)).shape == (4, 8, 2)
   assert column_of(*(PerTurn(np.ones((r.turns, 5))) for r in rows)).shape == (4, 3, 5)
   assert column_of(*(np.ones((2, 2)) for r in rows)).shape == (4, 2, 2)
+  rows = [trajectory(), trajectory(turns=(), rollout=1, status="failed")]
+  assert column_of(*(PerTurn(np.ones((r.turns, 5))) for r in rows), rows=rows).shape == (4, 3, 5)
 
 
 def test_a_failed_row_may_lack_a_column_of_turns():
