@@ -3,13 +3,14 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Config", "collect", "load_config", "make_train_step", "train"]
+__all__ = ["Config", "collect", "load_config", "make_train_step", "optim", "train"]
 
 _HOMES = {
   "Config": ("jaxagent.config", "Config"),
   "collect": ("jaxagent.rollout.collect", "collect"),
   "load_config": ("jaxagent.config", "load"),
   "make_train_step": ("jaxagent.training.step", "make_train_step"),
+  "optim": ("jaxagent.optim", None),
   "train": ("jaxagent.run", "train"),
 }
 
@@ -21,4 +22,5 @@ def __getattr__(name: str) -> Any:
   import importlib
 
   module, attribute = _HOMES[name]
-  return getattr(importlib.import_module(module), attribute)
+  found = importlib.import_module(module)
+  return found if attribute is None else getattr(found, attribute)

@@ -93,12 +93,13 @@ class MethodSection:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-  name: Literal["adamw"] = "adamw"
+  name: Literal["adamw", "muon"] = "adamw"  # muon: for hidden matrices, at AdamW's scale; AdamW for the rest
   learning_rate: NonNegative = 1e-6
   schedule: Literal["constant", "cosine", "linear"] = "constant"
   warmup: Natural = 0  # updates
   b1: Decay = 0.9
   b2: Decay = 0.999
+  momentum: Decay = 0.95  # of Muon
   eps: Positive = 1e-8
   weight_decay: NonNegative = 0.0
   clip: Positive | None = 1.0  # global norm

@@ -48,12 +48,12 @@ def test_imports_point_one_way(path):
   assert not above, f"{path} imports {above}"
 
 
-@pytest.mark.parametrize("package", ["advantages", "rewards", "losses"])
+@pytest.mark.parametrize("package", ["advantages", "rewards", "losses", "optim"])
 def test_configuration_stays_out_of_the_mathematics(package):
   assert not any("config" in imported(p) for p in (ROOT / package).glob("*.py"))
 
 
-@pytest.mark.parametrize("package", ["advantages", "rewards", "losses"])
+@pytest.mark.parametrize("package", ["advantages", "rewards", "losses", "optim"])
 def test_mathematics_imports_no_model_engine_or_tracker(package):
   code = f"import sys, jaxagent.{package}; print([m for m in sys.modules if m.split('.')[0] in {{'flax', 'orbax', 'tensorboardX', 'tokenizers'}} or m.startswith(('jaxagent.models', 'jaxagent.sampling', 'jaxagent.report'))])"  # noqa: E501
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

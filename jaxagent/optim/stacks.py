@@ -77,7 +77,7 @@ class Spread(NamedTuple):
   layout: Any
 
   def __call__(self, function: Callable, batches: list[Array], layouts: list[Layout]) -> tuple[list[Array], Any]:
-    if self.mesh is None:
+    if not self._over():
       return _each(function, batches)
     entry = self._entry(batches, layouts)
     moves = [(axis, dim) for dim in (1, 2) for axis in reversed(entry[dim])]
@@ -114,7 +114,7 @@ class Spread(NamedTuple):
 
   def layouts(self, tree: Any, arranged: list[Arrangement]) -> tuple[list[Layout], list[Arrangement]]:
     """Where the flattened arrays lie, as far as that is known, and their arrangements with sharded batch axes first."""
-    if self.mesh is None or self.layout is None:
+    if not self._over() or self.layout is None:
       return [UNKNOWN] * len(arranged), arranged
     spec_of = by_path(self.layout, tree, None, is_leaf=lambda x: isinstance(x, PartitionSpec | NamedSharding))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
@@ -131,7 +131,13 @@ class Spread(NamedTuple):
     return tuple(() if axis is None else over[axis] for axis in first), arranged
 
   def _over(self) -> tuple[str, ...]:
-    return self.mesh.axis_names if self.axes is None else tuple(self.axes)
+    """The mesh axes of more than one device among `axes`."""
+    if self.mesh is None:
+      return ()
+    axes = self.mesh.axis_names if self.axes is None else tuple(self.axes)
+    if unknown := [axis for axis in axes if axis not in self.mesh.shape]:
+      raise ValueError(f"axes names {unknown[0]!r}; the mesh has {', '.join(self.mesh.axis_names)}")
+    return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
   def _entry(self, batches, layouts) -> Layout:
     """The commonest known layout, or columns over everything, as far as the sizes divide."""

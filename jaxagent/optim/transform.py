@@ -56,7 +56,7 @@ def scale_by_muon(
   (PartitionSpecs or NamedShardings like the parameters, or a function of the updates) says where they lie, which saves
   the compiler an exchange. Without a mesh nothing is moved: right on one device, slow on sharded parameters.
 
-  Under `optax.inject_hyperparams` name functions among its `static_args`, as for any transform of Optax.
+  For `optax.inject_hyperparams` name functions and the mesh among its `static_args`: it takes callables for schedules.
   Errors: ValueError that names the leaf for one that is no matrix, or does not fit its spec.
   """
   iterate = partial(newton_schulz, coefficients=iteration) if isinstance(iteration, tuple) else iteration
@@ -73,7 +73,8 @@ def scale_by_muon(
     count = optax.safe_increment(state.count)
     mu = optax.tree.update_moment(updates, state.mu, beta, 1)
     direction = _direction(updates, mu, beta, count, nesterov)
-    updates, measured = _orthogonalized(direction, iterate, shape_scale, specs, spread)
+    change, measured = _orthogonalized(direction, iterate, shape_scale, specs, spread)
+    updates = jax.tree.map(lambda x, g: x.astype(g.dtype), change, updates)
     return updates, MuonState(count, optax.tree.cast(mu, mu_dtype), measured)
 
   return optax.GradientTransformation(init, update)
@@ -149,7 +150,6 @@ def _orthogonalized(tree: Any, iterate: Iteration, scale: Scale, specs: Labels |
     parts = [scale(*y.shape[1:]) * y for p, y in zip(pieces, outputs) if p.leaf == i]
     updates.append(stacks.unflatten(parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1), a))
   squares = [jnp.sum(x * x) for x in updates]
-  updates = [u.astype(x.dtype) for u, x in zip(updates, leaves)]
   return jax.tree.unflatten(structure, updates), summary(before, after, squares, sum(x.size for x in leaves))
 
 
@@ -161,7 +161,7 @@ def _one(iterate, x):
 
 def _resolved(labels: Labels, tree: Any) -> Any:
   found = labels(tree) if callable(labels) else labels
-  if jax.tree.structure(found) != jax.tree.structure(tree):
+  if jax.tree.leaves(tree) and jax.tree.structure(found) != jax.tree.structure(tree):  # Optax asks with an empty one
     raise ValueError(
       f"labels must be a tree like the parameters, {jax.tree.structure(tree)}, got {jax.tree.structure(found)}"
     )

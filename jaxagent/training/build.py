@@ -19,7 +19,7 @@ from jaxagent.models.policy import Policy
 from jaxagent.models.tokenizer import byte_tokenizer, load_tokenizer
 from jaxagent.sampling.engine import Engine
 from jaxagent.training.optimizer import make_optimizer
-from jaxagent.training.sharding import check_rows, make_mesh
+from jaxagent.training.sharding import check_rows, make_mesh, param_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def build(
     chat=chat,
     tasks=env if env is not None else resolve(config.env),
     method=method if method is not None else build_method(config),
-    tx=tx if tx is not None else make_optimizer(config.optimizer, updates=total_updates(config)),
+    tx=tx if tx is not None else build_optimizer(config, policy, params, mesh),
     mesh=mesh,
   )
 
@@ -101,6 +101,13 @@ def build_method(config: Config) -> Method:
   if not isinstance(made, Method):
     raise ValueError(f"method.name {name} gave a {type(made).__name__}, not a jaxagent.methods.Method")
   return made
+
+
+def build_optimizer(
+  config: Config, policy: Policy, params: Any, mesh: jax.sharding.Mesh
+) -> optax.GradientTransformation:
+  layout = param_shardings(policy.axes, params, mesh=mesh)
+  return make_optimizer(config.optimizer, updates=total_updates(config), mesh=mesh, layout=layout)
 
 
 def build_engine(config: Config, parts: Parts, params: Any, *, version: int = 0) -> Engine:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 
 from jaxagent.methods.objective import Method
 from jaxagent.models.policy import Policy
+from jaxagent.optim import muon_metrics
 from jaxagent.training.loss import Tally, loss
 from jaxagent.training.scoring import Column, score
 from jaxagent.training.sharding import RULES, Rules, batch_sharding, param_shardings, replicated, shard_params
@@ -60,11 +61,17 @@ def state_shardings(
   everywhere = replicated(mesh)
   params = param_shardings(policy.axes, shapes, mesh=mesh, rules=rules)
 
+  def masked(statistic):
+    return isinstance(statistic, optax.MaskedNode)
+
   def beside(statistic, parameter, sharding):
+    if masked(statistic):
+      return statistic
     return sharding if statistic.shape == parameter.shape else everywhere
 
   opt_state = optax.tree.map_params(
-    tx, beside, jax.eval_shape(tx.init, shapes), shapes, params, transform_non_params=lambda _: everywhere
+    tx, beside, jax.eval_shape(tx.init, shapes), shapes, params, transform_non_params=lambda _: everywhere,
+    is_leaf=masked,
   )  # fmt: skip
   trackers = jax.tree.map(lambda _: everywhere, jax.eval_shape(lambda: tuple(t.init() for t in method.trackers)))
   return TrainState(params, opt_state, everywhere, trackers)
@@ -84,7 +91,8 @@ def make_train_step(
   The gradient is the sum over microbatches, so M, B and n do not change it; n is traced. The state is donated. When
   the loss or a gradient is not finite nothing is applied and `nonfinite` is 1. Metrics are means over kept tokens:
   loss, grad_norm (before clipping), entropy (nats), clip_fraction, kl/rollout_train, logp_gap/mean, logp_gap/max,
-  kl/ref (with logp_ref), tokens, nonfinite. The log-probs are those before the update.
+  kl/ref (with logp_ref), tokens, nonfinite; with Muon in `tx`, muon/* (`optim.muon_metrics`). The log-probs are those
+  before the update.
   """
   shapes = jax.eval_shape(policy.init, jax.random.key(0))
   shardings = state_shardings(policy, method, tx, shapes, mesh=mesh, rules=rules)
@@ -96,7 +104,8 @@ def make_train_step(
     change, opt_state = tx.update(gradient, state.opt_state, state.params)
     updated = TrainState(optax.apply_updates(state.params, change), opt_state, state.updates + 1, state.trackers)
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-    return state, {**_metrics(tally), "grad_norm": norm, "nonfinite": 1 - finite.astype(jnp.int32)}
+    muon = {f"muon/{name}": x for name, x in muon_metrics(state.opt_state).items()}
+    return state, {**_metrics(tally), **muon, "grad_norm": norm, "nonfinite": 1 - finite.astype(jnp.int32)}
 
   everywhere = replicated(mesh)
   return jax.jit(

@@ -30,6 +30,16 @@ def test_clipping_is_by_global_norm_and_before_adam():
   assert_allclose(change, -0.1 * np.array([0.6, 0.8]) / (np.array([0.6, 0.8]) + 1), rtol=1e-5)
 
 
+def test_muon_moves_matrices_as_far_as_adamw_moves_the_rest():
+  tx = make_optimizer(Optimizer(name="muon", learning_rate=0.1, weight_decay=0.5, clip=None), updates=1)
+  w = {"q": jnp.eye(8), "norm": jnp.ones(8)}
+  g = {"q": jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32), "norm": jnp.full(8, 3.0)}
+  change, _ = tx.update(g, tx.init(w), w)
+  step = np.linalg.svd(np.asarray(change["q"]) + 0.1 * 0.5 * np.eye(8), compute_uv=False)
+  assert_allclose(step, 0.1 * 0.2 * 8**0.5, rtol=0.35)
+  assert_allclose(change["norm"], -0.1 * (1 + 0.5), rtol=1e-5)
+
+
 @pytest.mark.parametrize("wrong", [dict(clip=0.0), dict(warmup=-1), dict(learning_rate=-1.0)])
 def test_wrong_values(wrong):
   with pytest.raises(ValueError, match="must be"):

@@ -16,7 +16,8 @@ from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy
 from jaxagent.rollout.packing import pack, unpack
 from jaxagent.training.loss import loss
-from jaxagent.training.sharding import make_mesh
+from jaxagent.training.optimizer import make_optimizer
+from jaxagent.training.sharding import make_mesh, param_shardings
 from jaxagent.training.step import init_state, make_scorer, make_train_step
 
 POLICY = tiny.tiny_policy()
@@ -198,6 +199,22 @@ def test_optimizer_statistics_lie_beside_their_parameters():
   for tree in (moments.mu, moments.nu):
     assert jax.tree.map(lambda x: x.sharding, tree) == jax.tree.map(lambda x: x.sharding, state.params)
   assert moments.count.sharding.is_fully_replicated
+
+
+def test_muon_on_a_mesh_is_logged_and_equals_one_device():
+  tokens, plan = batch()
+  results = []
+  for mesh in (one_device(), make_mesh(config.Mesh(data=2, fsdp=2, tensor=2))):
+    layout = param_shardings(POLICY.axes, params(), mesh=mesh)
+    tx = make_optimizer(config.Optimizer(name="muon", learning_rate=1e-2), updates=1, mesh=mesh, layout=layout)
+    step, state = built(tx=tx, mesh=mesh)
+    where = jax.tree.map(lambda x: x.sharding, state)
+    state, metrics = step(state, tokens, plan.microbatches)
+    assert jax.tree.map(lambda x: x.sharding, state) == where
+    results.append(jax.tree.map(np.asarray, (metrics, state.params)))
+  assert {"muon/update_rms", "muon/spectral_norm", "muon/effective_rank"} <= set(results[0][0])
+  assert_allclose(results[0][0]["muon/update_rms"], 0.2, rtol=0.2)
+  jax.tree.map(lambda x, y: assert_allclose(x, y, rtol=1e-4, atol=1e-5), *results)
 
 
 def test_trackers_are_initialised_and_carried():
