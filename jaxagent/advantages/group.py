@@ -85,6 +85,7 @@ def _statistics(reward, group, valid, rollout) -> _Group:
 
   size = total(jnp.ones_like(reward))
   centered = reward - total(reward) / jnp.maximum(size, 1)
+  centered -= total(centered) / jnp.maximum(size, 1)  # the first mean is rounded at the size of the rewards
   high = jax.ops.segment_max(jnp.where(counted, reward, -jnp.inf), group, n)[group]
   low = jax.ops.segment_min(jnp.where(counted, reward, jnp.inf), group, n)[group]
   scale = jnp.maximum(1.0, jnp.maximum(jnp.abs(high), jnp.abs(low)))

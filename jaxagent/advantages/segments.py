@@ -130,6 +130,7 @@ def moments(
 
   size = total(jnp.ones_like(flat))
   centered = flat - total(flat) / jnp.maximum(size, 1.0)
+  centered -= total(centered) / jnp.maximum(size, 1.0)  # the first mean is rounded at the size of x
   high = jax.ops.segment_max(jnp.where(counted, flat, -jnp.inf), ids, segments)[ids]
   low = jax.ops.segment_min(jnp.where(counted, flat, jnp.inf), ids, segments)[ids]
   differs = high - low > EQUAL * jnp.maximum(1.0, jnp.maximum(jnp.abs(high), jnp.abs(low)))

@@ -31,6 +31,16 @@ def test_half_rewards_in_an_integer_array_are_not_rounded():  # integer rewards 
   assert out.dtype == jnp.float32 and list(out) == [0.5, -0.5]
 
 
+@pytest.mark.parametrize("offset", [20.0, 1e3, 2.0**14, -(2.0**16)])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_constant_added_to_all_rewards_changes_nothing(function, offset):
+  reward = np.random.default_rng(0).integers(-200, 200, 48) / 64  # so that reward + offset is exact in float32
+  group = np.arange(48) % 3
+  shifted = np.asarray(function((reward + offset).astype(np.float32), group))
+  assert_allclose(shifted, function(reward.astype(np.float32), group), atol=5e-6)
+  assert_allclose(np.bincount(group, shifted), 0, atol=2e-5)
+
+
 def by_loops(function, reward, group, valid, rollout):
   out = np.zeros(len(reward))
   for g in set(group):
@@ -64,7 +74,7 @@ def test_equals_loops_and_permutes_with_the_batch(function, batch, seed):
   reward, group, valid, rollout = batch
   f = JITTED[function]
   out = np.asarray(f(reward, group, valid=valid, rollout=rollout))
-  assert_allclose(out, by_loops(function, reward, group, valid, rollout), atol=3e-4, rtol=1e-5)
+  assert_allclose(out, by_loops(function, reward, group, valid, rollout), atol=2e-5, rtol=1e-5)
   assert (out[~valid] == 0).all()
   p = np.random.default_rng(seed).permutation(len(reward))
   shuffled = f(reward[p], group[p], valid=valid[p], rollout=rollout[p])

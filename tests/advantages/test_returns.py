@@ -81,6 +81,13 @@ def test_gdpo_tells_apart_what_the_sum_does_not():
   assert_allclose(out[3] / out[1], 2.0, rtol=1e-3)
 
 
+@pytest.mark.parametrize("function", [batch_standardized, lambda r: relative_per_reward(r[:, None], np.arange(24) % 3)])
+def test_a_constant_added_to_all_rewards_changes_nothing(function):
+  reward = np.random.default_rng(0).integers(-200, 200, 24) / 64  # reward + offset is exact in float32
+  out = function((reward + 2.0**14).astype(np.float32))
+  assert_allclose(out, function(reward.astype(np.float32)), atol=5e-6)
+
+
 def test_golden_spo_tracker():
   rates = PromptRates(jnp.array([4.5]), jnp.array([4.5]), jnp.zeros(1, jnp.int32))
   task, outcome, event = np.zeros(3, int), np.array([1.0, 0, 1]), np.array([0, 1, 1])
