@@ -1,6 +1,14 @@
 """Functional reinforcement learning for LLM agents in JAX."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from jaxagent import optim
+  from jaxagent.config import Config
+  from jaxagent.config import load as load_config
+  from jaxagent.rollout.collect import collect
+  from jaxagent.run import train
+  from jaxagent.training.step import make_train_step
 
 __version__ = "0.1.0"
 __all__ = ["Config", "collect", "load_config", "make_train_step", "optim", "train"]

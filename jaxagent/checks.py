@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 
 def check_shapes(**arguments: tuple[Any, str]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def check_shapes(**arguments: tuple[Any, str]) -> dict[str, Any]:
 
 
 def concrete(*arrays: Any) -> bool:
-  return not any(isinstance(x, jax.core.Tracer) for x in arrays)
+  return not any(isinstance(x, Tracer) for x in arrays)
 
 
 def check_ids(name: str, ids: Any, count: int, *, where: Any = None) -> None:

@@ -12,8 +12,8 @@ def check_finite(name: str, x: Any, *, where: Any = None) -> None:
   if not concrete(x, where):
     return
   x = np.asarray(x)
-  places = True if where is None else np.asarray(where)
-  places = places if np.ndim(places) in (0, x.ndim) else places.reshape(places.shape + (1,) * (x.ndim - places.ndim))
+  places = np.asarray(True if where is None else where)
+  places = places if places.ndim in (0, x.ndim) else places.reshape(places.shape + (1,) * (x.ndim - places.ndim))
   bad = np.argwhere(~np.isfinite(x) & places)
   if len(bad):
     place = tuple(map(int, bad[0]))

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxagent.checks import concrete
+
 EQUAL = 1e-6  # relative spread below which the rewards of a group are the same number
 
 
@@ -110,7 +112,7 @@ def _checked(reward, group, valid, rollout):
   for name, x in (("reward", reward), ("group", group), ("valid", valid), ("rollout", rollout)):
     if x.shape != (n,):
       raise ValueError(f"{name} must have one entry per row, shape ({max(n, 0)},), got {x.shape}")
-  if not any(isinstance(x, jax.core.Tracer) for x in (reward, group, valid, rollout)):
+  if concrete(reward, group, valid, rollout):
     for name, ids in (("group", np.asarray(group)), ("rollout", np.asarray(rollout))):
       if n and not (ids.min() >= 0 and ids.max() < n):
         raise ValueError(f"{name} must hold ids in [0, {n}), got {ids.min()}..{ids.max()}; renumber them")

@@ -228,13 +228,13 @@ def match_steps(
 
 def longest_success(outcome: Sequence[float], turns: Sequence[int], group: Sequence[int]) -> Int[np.ndarray, "N"]:
   """The row of the longest rollout of the group with outcome 1 (the first of several), -1 for none. On the host."""
-  outcome, turns, group = np.asarray(outcome), np.asarray(turns), np.asarray(group)
-  check_shapes(outcome=(outcome, "N"), turns=(turns, "N"), group=(group, "N"))
-  best = np.full(len(outcome), -1)
-  for g in np.unique(group):
-    won = np.flatnonzero((group == g) & (outcome == 1))
-    if len(won):
-      best[group == g] = won[np.argmax(turns[won])]
+  won, length, member = np.asarray(outcome) == 1, np.asarray(turns), np.asarray(group)
+  check_shapes(outcome=(won, "N"), turns=(length, "N"), group=(member, "N"))
+  best = np.full(len(won), -1)
+  for g in np.unique(member):
+    winners = np.flatnonzero((member == g) & won)
+    if len(winners):
+      best[member == g] = winners[np.argmax(length[winners])]
   return best
 
 

@@ -20,7 +20,7 @@ class Turns(NamedTuple):
   """Where the turns of each row lie; everything is `[N, T]`."""
 
   mask: Bool[Array, "N T"]
-  index: Int[Array, "N T"]  # of the token's turn within its row, counted from 0; 0 off actions
+  number: Int[Array, "N T"]  # of the token's turn within its row, counted from 0; 0 off actions
   first: Bool[Array, "N T"]  # the first action token of a turn
   last: Bool[Array, "N T"]  # the last one
   following: Int[Array, "N T"]  # place of the next action token, T if there is none
@@ -60,14 +60,14 @@ def take(x: Array, place: Int[Array, "N T"], fill) -> Array:
 def turn_sum(x: Float[Array, "N T"], turns: Turns) -> Float[Array, "N T"]:
   """The sum of x over the action tokens of the turn, at each of them; 0 off actions."""
   width = turns.mask.shape[1]
-  total = jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, width)[i])(jnp.where(turns.mask, x, 0.0), turns.index)
+  total = jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, width)[i])(jnp.where(turns.mask, x, 0.0), turns.number)
   return jnp.where(turns.mask, total, 0.0)
 
 
 @jax.jit
 def turn_max(x: Float[Array, "N T"], turns: Turns) -> Float[Array, "N T"]:
   width = turns.mask.shape[1]
-  high = jax.vmap(lambda x, i: jax.ops.segment_max(x, i, width)[i])(jnp.where(turns.mask, x, -jnp.inf), turns.index)
+  high = jax.vmap(lambda x, i: jax.ops.segment_max(x, i, width)[i])(jnp.where(turns.mask, x, -jnp.inf), turns.number)
   return jnp.where(turns.mask, high, 0.0)
 
 

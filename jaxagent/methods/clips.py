@@ -43,7 +43,8 @@ def gmpo(clip: float = 0.4) -> Method:
 
 def vespo(positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)) -> Method:
   """arXiv 2602.10693: the product of the sequence's ratios through a gate that fades at both ends; token mean."""
-  return _with(partial(sequence_gate, positive=tuple(positive), negative=tuple(negative)), token_mean)
+  ends = {"positive": (positive[0], positive[1]), "negative": (negative[0], negative[1])}  # a config gives lists
+  return _with(partial(sequence_gate, **ends), token_mean)
 
 
 def luspo(low: float = 2e-3, high: float = 2.5e-3) -> Method:

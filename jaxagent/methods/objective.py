@@ -60,7 +60,8 @@ class Annotator(Protocol):
   value per token, or a `PerTurn`.
   """
 
-  columns: tuple[str, ...]
+  @property
+  def columns(self) -> tuple[str, ...]: ...
 
   async def __call__(self, trajectories: list[Trajectory], tools: Any) -> dict[str, Any]: ...
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jaxagent.checks import concrete
 from jaxagent.methods.objective import Method, Slot, slot_parameters
 from jaxagent.types import Rollouts, check, pytree
 
@@ -130,7 +131,7 @@ def _lift(x, mask):
 
 
 def _check_trainable(rollouts: Rollouts) -> None:
-  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(rollouts)):
+  if not concrete(*jax.tree.leaves(rollouts)):
     return
   mask = np.asarray(rollouts.mask) & np.asarray(rollouts.valid)[:, None]
   if not mask.any():

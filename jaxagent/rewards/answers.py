@@ -161,7 +161,7 @@ def _check_golds(golds) -> None:
 
 def _math_verify() -> tuple[Callable, Callable]:
   try:
-    from math_verify import parse, verify
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]: an extra
   except ImportError as error:
     raise ImportError("math_match needs math-verify: pip install 'jaxagent[math]'") from error
   return parse, verify
