@@ -202,7 +202,7 @@ def meshes(name: str):
     devices, count = topology.devices, len(topology.devices)
 
     def make(sizes):
-      return topologies.make_mesh(topology, tuple(sizes.values()), tuple(sizes), axis_types=(auto,) * len(sizes))
+      return topologies.make_mesh(topology, tuple(sizes.values()), tuple(sizes))  # Auto
 
   half = 2 if count == 8 else 4
   return devices, make, [{"data": count}, {"fsdp": count}, {"fsdp": count // half, "tensor": half}]

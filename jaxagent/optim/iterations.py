@@ -50,7 +50,7 @@ def newton_schulz(
   """
   x = unit(x).astype(dtype)
   for a, b, c in coefficients:
-    gram = symmetric_product(x, x.T)
+    gram = symmetric_product(x, x)
     x = (a * x + product((b * gram + c * symmetric_product(gram, gram)).astype(dtype), x)).astype(dtype)
   return x.astype(jnp.float32)
 
@@ -66,8 +66,9 @@ def gram_newton_schulz(
 
   h(r) = a + b r + c r^2, so Q collects what X is multiplied with and R is always its Gram matrix. Squaring the
   singular values costs accuracy, which grows with the steps since R was computed: before the steps in `restart` it is
-  computed anew from X = Q X. With one restart and float32 the result is within 1e-3 (relative Frobenius norm, 1e-4
-  usually) of `newton_schulz`. Saves work where n is well above m; where it would not, `newton_schulz` is used.
+  computed anew from X = Q X. With one restart and float32 the result is within 1e-4 (relative Frobenius norm) of
+  `newton_schulz` where singular values span three orders of magnitude, without any within 1e-3. Saves work
+  where n is well above m; where it would not, `newton_schulz` is used.
   Source: Gram Newton-Schulz (the idea; the restart's place is ours).
   """
   starts = sorted({0, *restart})
@@ -77,7 +78,7 @@ def gram_newton_schulz(
     return newton_schulz(x, coefficients, dtype=dtype)
   x = unit(x).astype(dtype)
   for start, end in zip(starts, [*starts[1:], len(coefficients)]):
-    x = product(_gram_steps(symmetric_product(x, x.T), coefficients[start:end], dtype), x).astype(dtype)
+    x = product(_gram_steps(symmetric_product(x, x), coefficients[start:end], dtype), x).astype(dtype)
   return x.astype(jnp.float32)
 
 
@@ -93,13 +94,13 @@ def product(x: Float[Array, "m k"], y: Float[Array, "k n"]) -> Float[Array, "m n
   return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def symmetric_product(x: Float[Array, "m k"], y: Float[Array, "k m"]) -> Float[Array, "m m"]:
-  """x y where that is symmetric, in the dtype of x: rows of blocks from the diagonal on, the rest mirrored."""
+def symmetric_product(x: Float[Array, "m k"], y: Float[Array, "m k"]) -> Float[Array, "m m"]:
+  """x y^T where that is symmetric, in the dtype of x: rows of blocks from the diagonal on, the rest mirrored."""
   m, count = x.shape[0], blocks(x.shape[0])
   if count == 1:
-    return product(x, y).astype(x.dtype)
+    return product(x, y.T).astype(x.dtype)
   size = m // count
-  upper = [product(x[i : i + size], y[:, i:]).astype(x.dtype) for i in range(0, m, size)]
+  upper = [product(x[i : i + size], y[i:].T).astype(x.dtype) for i in range(0, m, size)]  # whole rows: no strided copy
   rows = []
   for i, row in enumerate(upper):
     mirrored = [upper[j][:, (i - j) * size : (i - j + 1) * size].T for j in range(i)]

@@ -94,10 +94,10 @@ class Spread(NamedTuple):
         share = x.shape[0] // size[axis]
         x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * share, share)
       for axis, dim in moves:
-        x = jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=dim, tiled=True)
+        x = _exchange(x, axis, split=0, concat=dim)
       (x,), scalars = _each(function, [x])
       for axis, dim in reversed(moves):
-        x = jax.lax.all_to_all(x, axis, split_axis=dim, concat_axis=0, tiled=True)
+        x = _exchange(x, axis, split=dim, concat=0)
       for axis in reversed(copies):
         x = jax.lax.all_gather(x, axis, tiled=True)
       return _parted(x[:count], arrays), scalars
@@ -152,6 +152,12 @@ class Spread(NamedTuple):
       return tuple(fits(dim, over) for dim, over in enumerate(known.most_common(1)[0][0]))
     columns = fits(2, self._over())
     return ((), () if columns else fits(1, self._over()), columns)
+
+
+def _exchange(x: Array, axis: str, *, split: int, concat: int) -> Array:
+  # without the barrier XLA takes the arrays that x was concatenated from for its parts, and fails if one is transposed
+  x = jax.lax.optimization_barrier(x)
+  return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=concat, tiled=True)
 
 
 def _each(function: Callable, batches: list[Array]) -> tuple[list[Array], Any]:

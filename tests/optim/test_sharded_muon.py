@@ -172,6 +172,19 @@ def test_one_exchange_in_and_one_out_for_each_sharded_axis():
   assert len(re.findall(r" all-to-all\(", text)) == 4 and not re.search(r"all-gather|collective-permute", text)
 
 
+def test_a_transposed_array_among_as_many_as_the_axis_has_devices():
+  """XLA takes the arrays themselves for the parts of the exchange, and refuses parts of different memory layouts."""
+  mesh = make_mesh(config.Mesh(data=1, fsdp=4, tensor=2))
+  where = {name: P(None, "fsdp", "tensor") for name in "qkv"} | {"o": P(None, "tensor", "fsdp")}
+  where = {name: NamedSharding(mesh, spec) for name, spec in where.items()}
+  gradients = {name: jnp.asarray(np.random.default_rng(i).normal(size=(2, 16, 16)), jnp.float32)
+               for i, name in enumerate(where)}  # fmt: skip
+  alone, tx = scale_by_muon(), scale_by_muon(mesh=mesh, layout=where)
+  want, _ = alone.update(gradients, alone.init(gradients))
+  got, _ = jax.jit(tx.update)(jax.device_put(gradients, where), tx.init(gradients))
+  assert relative(got, want) < 1e-5
+
+
 def test_axes_choose_the_devices():
   sizes, spec = LAYOUTS["fsdp x tensor"]
   mesh = make_mesh(config.Mesh(**sizes))
