@@ -161,7 +161,7 @@ def layout(shapes: dict, axes: dict) -> dict:
   return {name: spec(name, shape) for name, shape in shapes.items()}
 
 
-def on_mesh(devices, sizes: dict, shapes: dict, iteration, make_mesh) -> dict:
+def on_mesh(sizes: dict, shapes: dict, iteration, make_mesh) -> dict:
   mesh = make_mesh(sizes)
   placed = {name: NamedSharding(mesh, spec) for name, spec in layout(shapes, sizes).items()}
   params = {n: jax.ShapeDtypeStruct(s, jnp.float32, sharding=placed[n]) for n, s in shapes.items()}
@@ -208,17 +208,20 @@ def meshes(name: str):
   return devices, make, [{"data": count}, {"fsdp": count}, {"fsdp": count // half, "tensor": half}]
 
 
-def analyse(name: str) -> dict:
+def analyse(name: str, only: str) -> dict:
   devices, make, layouts = meshes(name)
+  models = {"12 layers": decoder(stacked=True)}
+  models["16 layers"] = {kind: (16, *shape[1:]) for kind, shape in models["12 layers"].items()}
+  experts = {"up": (64, 256, 768), "down": (64, 768, 256)}
+  cases = [(what, sizes, shapes) for what, shapes in models.items() for sizes in layouts]
+  cases.append(("64 experts", {"expert": len(devices)}, experts))
   out = {}
-  stack = {kind: (16, *shape[1:]) for kind, shape in decoder(stacked=True).items()}
-  for iteration in ITERATIONS:
-    for sizes in layouts:
-      for what, shapes in (("12 layers", decoder(stacked=True)), ("16 layers", stack)):
-        out[f"{what} {sizes} {iteration}"] = on_mesh(devices, sizes, shapes, ITERATIONS[iteration], make)
-    sizes = {"expert": len(devices)}
-    experts = {"up": (64, 256, 768), "down": (64, 768, 256)}
-    out[f"64 experts {sizes} {iteration}"] = on_mesh(devices, sizes, experts, ITERATIONS[iteration], make)
+  for what, sizes, shapes in cases:
+    for iteration in ITERATIONS:
+      title = f"{what} {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} {iteration}"
+      if only in title:
+        out[title] = on_mesh(sizes, shapes, ITERATIONS[iteration], make)
+        print(title, json.dumps(out[title]), file=sys.stderr, flush=True)
   return out
 
 
@@ -234,7 +237,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
   args, out = arguments(), {"jax": jax.__version__, "optax": optax.__version__}
   if args.mesh:
-    out |= analyse(args.mesh)
+    out |= analyse(args.mesh, args.only)
   else:
     for name, shapes in CASES.items():
       if args.only in name:

@@ -141,7 +141,7 @@ class Spread(NamedTuple):
 
   def _entry(self, batches, layouts) -> Layout:
     """The commonest known layout, or columns over everything, as far as the sizes divide."""
-    known = collections.Counter(layout for layout in layouts if any(layout))
+    known = collections.Counter([] if self.layout is None else layouts)
 
     def fits(dim, over):
       over = tuple(axis for axis in over if axis in self._over())

@@ -150,6 +150,7 @@ COMPOSED = {
 @pytest.mark.parametrize("name", COMPOSED)
 def test_composes_with_optax_and_compiles_once(name):
   tx, params = COMPOSED[name](), tree(0)
+  chex.clear_trace_counter()
   update = jax.jit(chex.assert_max_traces(tx.update, n=1))
   state = jax.jit(tx.init)(params)
   for i in range(4):
