@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.layers import product
 from jaxagent.types import pytree
+from pallas_kernels.grouped_matmul.tiles import tile_layout, tile_rows
 
 
 def route(
@@ -46,19 +47,11 @@ class Groups:
 def group(experts: Int[Array, "N K"], count: int, tile: int) -> Groups:
   """Sorts the choices by expert into tiles of `tile` rows that belong to one expert each; nothing is dropped."""
   flat = experts.reshape(-1)
-  tiles = min((flat.size + count * (tile - 1)) // tile, flat.size)
   order = jnp.argsort(flat, stable=True)
-  sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0)
-  start = jnp.cumsum(sizes) - sizes
-  padded = -(-sizes // tile) * tile
-  end = jnp.cumsum(padded)
-  slot = (end - padded - start)[flat] + jnp.argsort(order)
-  row = jnp.arange(tiles * tile)
-  expert = jnp.minimum(jnp.searchsorted(end, row[::tile], side="right"), count - 1)
-  within = row - jnp.repeat((end - padded)[expert], tile)
-  size, first = jnp.repeat(sizes[expert], tile), jnp.repeat(start[expert], tile)
-  choice = jnp.where(within < size, order[jnp.clip(first + within, 0, flat.size - 1)], -1)
-  return Groups(slot.reshape(experts.shape), choice, expert)
+  layout = tile_layout(jnp.sum(flat[:, None] == jnp.arange(count), axis=0), flat.size, tile)
+  slot = layout.shift[flat] + jnp.argsort(order)
+  choice = jnp.where(layout.source >= 0, order[jnp.maximum(layout.source, 0)], -1)
+  return Groups(slot.reshape(experts.shape), choice, layout.group)
 
 
 @jax.custom_vjp
@@ -90,12 +83,6 @@ def grouped_product(
   tiles = groups.tile_expert.size
   out = product("tmd,tdf->tmf", rows.reshape(tiles, -1, rows.shape[-1]), weights[groups.tile_expert], dtype)
   return out.reshape(rows.shape[0], -1)
-
-
-def tile_rows(choices: int, experts: int) -> int:
-  """Rows in a tile: about the mean group, between 8 and 128, so that padding stays below the work."""
-  mean = max(1, choices // experts)
-  return min(128, max(8, 1 << (mean.bit_length() - 1)))
 
 
 class Moe(nnx.Module):

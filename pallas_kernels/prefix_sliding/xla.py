@@ -71,7 +71,7 @@ def over_keys(weights, values):
 
 def over_rows(weights, rows):
   """[B, K, G, c, s] by [B, K, G, c, D] over the rows of the group."""
-  batch, kv_heads, _, _, keys = weights.shape
+  batch, kv_heads = weights.shape[:2]
   merged = (x.reshape(batch, kv_heads, -1, x.shape[-1]) for x in (weights, rows))
   return dot("bkrs,bkrd->bksd", *merged)
 
