@@ -6,8 +6,7 @@
 
 What is compared runs in turn in one process; a ratio is the other's time over ours, the median over rounds, with the
 lowest and the highest. float32, one row, 2 heads on 1 key head of width 64, a prefix of 128 and a window of 512.
-`attention`: forward, and forward with gradients, against `jax.nn.dot_product_attention` with the dense mask (up to
-16k); `exponent` is the slope of log time over log length of ours. `decode`: one token from a cache of prefix + window
+`attention`: forward, and forward with gradients, against `jax.nn.dot_product_attention` with the dense mask; `exponent` is the slope of log time over log length of ours. `decode`: one token from a cache of prefix + window
 slots, against one that holds all tokens, and the bytes of both. `grouped`: 8 experts, top-2 of 2048 tokens, width 256,
 against a dense product of all experts with a one-hot mask and against `lax.ragged_dot`.
 """
@@ -33,7 +32,7 @@ from pallas_kernels.prefix_sliding import prefix_sliding_attention, prefix_slidi
 from pallas_kernels.prefix_sliding.mask import dense_mask
 
 HEADS, KV_HEADS, WIDTH, PREFIX, WINDOW = 2, 1, 64, 128, 512
-LENGTHS, DENSE_LENGTHS = (2048, 4096, 8192, 16384, 32768), (2048, 4096, 8192, 16384)
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
 GENERATED = (8192, 32768)
 
 
@@ -80,7 +79,7 @@ def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
 # Attention
 
 
-def attention_runs(length: int) -> dict[str, Timed]:
+def attention_runs(length: int, dense_up_to: int) -> dict[str, Timed]:
   q, k, v, g = (random(1, h, length, WIDTH, seed=i) for i, h in enumerate((HEADS, KV_HEADS, KV_HEADS, HEADS)))
   segment, end = jnp.zeros((1, length), jnp.int32), jnp.full((1, length), PREFIX, jnp.int32)
 
@@ -90,7 +89,7 @@ def attention_runs(length: int) -> dict[str, Timed]:
     )
 
   runs = {"forward": Timed(ours, q, k, v), "forward+backward": Timed(gradients(ours), g, q, k, v)}
-  if length not in DENSE_LENGTHS:
+  if length > dense_up_to:
     return runs
   mask = dense_mask(segment, end, WINDOW)[:, None]
 
@@ -105,13 +104,13 @@ def exponent(lengths, seconds) -> float:
   return float(np.polyfit(np.log(lengths), np.log(seconds), 1)[0])
 
 
-def measure_attention(rounds: int) -> dict:
+def measure_attention(rounds: int, dense_up_to: int = 16384) -> dict:
   out = {"ours_ms": {}, "against dense": {}}
   for length in LENGTHS:
-    seconds = in_turn(attention_runs(length), rounds)
+    seconds = in_turn(attention_runs(length, dense_up_to), rounds)
     for what in ("forward", "forward+backward"):
       out["ours_ms"].setdefault(what, {})[length] = 1e3 * statistics.median(seconds[what])
-      if length in DENSE_LENGTHS:
+      if length <= dense_up_to:
         out["against dense"].setdefault(what, {})[length] = ratio(seconds[f"dense {what}"], seconds[what])
     print(f"attention at {length} done", file=sys.stderr, flush=True)
   out["exponent"] = {what: exponent(list(ms), list(ms.values())) for what, ms in out["ours_ms"].items()}
@@ -217,6 +216,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--only", choices=MEASURES, help="one of the three")
+  parser.add_argument("--dense-up-to", type=int, default=16384, help="tokens; the dense way takes 10 GB at 16384")
   parser.add_argument("--chip", help="a TPU topology: memory of the compiled program in place of times")
   parser.add_argument("--json")
   parser.add_argument("--plot", help="a picture of the lengths; needs matplotlib")
@@ -224,7 +224,8 @@ def main() -> None:
   if args.chip:
     out |= tpu_memory(args.chip)
   else:
-    out |= {name: run(args.rounds) for name, run in MEASURES.items() if args.only in (None, name)}
+    measures = MEASURES | {"attention": functools.partial(measure_attention, dense_up_to=args.dense_up_to)}
+    out |= {name: run(args.rounds) for name, run in measures.items() if args.only in (None, name)}
   print(json.dumps(out, indent=1))
   if args.json:
     with open(args.json, "w") as file:

@@ -15,10 +15,10 @@ class Layout(NamedTuple):
   group: Int[Array, "tiles"]
 
 
-def tile_rows(rows: int, groups: int) -> int:
-  """Rows in a tile: about the mean group, between 8 and 128, so that padding stays below the work."""
+def tile_rows(rows: int, groups: int, most: int = 128) -> int:
+  """Rows in a tile: about the mean group, between 8 and `most`, so that padding stays below the work."""
   mean = max(1, rows // groups)
-  return min(128, max(8, 1 << (mean.bit_length() - 1)))
+  return min(most, max(8, 1 << (mean.bit_length() - 1)))
 
 
 def tile_layout(sizes: Int[Array, "E"], rows: int, tile: int) -> Layout:
@@ -55,7 +55,7 @@ def product(spec: str, a, b):
 
 
 def layout_of(x, sizes) -> Layout:
-  return tile_layout(sizes, x.shape[0], tile_rows(x.shape[0], sizes.shape[0]))
+  return tile_layout(sizes, x.shape[0], tile_rows(x.shape[0], sizes.shape[0], most=256))
 
 
 def forward(x, weights, sizes):
