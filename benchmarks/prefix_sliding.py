@@ -6,9 +6,10 @@
 
 What is compared runs in turn in one process; a ratio is the other's time over ours, the median over rounds, with the
 lowest and the highest. float32, one row, 2 heads on 1 key head of width 64, a prefix of 128 and a window of 512.
-`attention`: forward, and forward with gradients, against `jax.nn.dot_product_attention` with the dense mask; `exponent` is the slope of log time over log length of ours. `decode`: one token from a cache of prefix + window
-slots, against one that holds all tokens, and the bytes of both. `grouped`: 8 experts, top-2 of 2048 tokens, width 256,
-against a dense product of all experts with a one-hot mask and against `lax.ragged_dot`.
+`attention`: forward, and forward with gradients, against `jax.nn.dot_product_attention` with the dense mask; `exponent`
+is the slope of log time over log length of ours. `decode`: one token from a cache of prefix + window slots, against one
+that holds all tokens, and the bytes of both. `grouped`: 8 experts, top-2 of 2048 tokens, width 256, against a dense
+product of all experts with a one-hot mask and against `lax.ragged_dot`.
 """
 
 import argparse
