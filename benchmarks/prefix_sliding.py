@@ -52,13 +52,14 @@ def gradients(function):
 
 
 class Timed:
-  """A compiled function of fixed arguments; a call is one run, in seconds."""
+  """A compiled function of fixed arguments; a call gives the seconds of the second of two runs."""
 
   def __init__(self, function, *arguments):
     self.function, self.arguments = jax.jit(function), arguments
-    self()
+    jax.block_until_ready(self.function(*arguments))
 
   def __call__(self) -> float:
+    jax.block_until_ready(self.function(*self.arguments))
     start = time.perf_counter()
     jax.block_until_ready(self.function(*self.arguments))
     return time.perf_counter() - start
@@ -80,41 +81,53 @@ def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
 # Attention
 
 
-def attention_runs(length: int, dense_up_to: int) -> dict[str, Timed]:
+def attention_arrays(length: int):
   q, k, v, g = (random(1, h, length, WIDTH, seed=i) for i, h in enumerate((HEADS, KV_HEADS, KV_HEADS, HEADS)))
-  segment, end = jnp.zeros((1, length), jnp.int32), jnp.full((1, length), PREFIX, jnp.int32)
+  return q, k, v, g, jnp.zeros((1, length), jnp.int32), jnp.full((1, length), PREFIX, jnp.int32)
+
+
+def our_runs(length: int) -> dict[str, Timed]:
+  q, k, v, g, segment, end = attention_arrays(length)
 
   def ours(q, k, v):
-    return prefix_sliding_attention(
-      q, k, v, segment=segment, prefix_end=end, window=WINDOW, scale=WIDTH**-0.5
-    )
+    return prefix_sliding_attention(q, k, v, segment=segment, prefix_end=end, window=WINDOW, scale=WIDTH**-0.5)
 
-  runs = {"forward": Timed(ours, q, k, v), "forward+backward": Timed(gradients(ours), g, q, k, v)}
-  if length > dense_up_to:
-    return runs
+  return {"forward": Timed(ours, q, k, v), "forward+backward": Timed(gradients(ours), g, q, k, v)}
+
+
+def dense_runs(length: int) -> dict[str, Timed]:
+  q, k, v, g, segment, end = attention_arrays(length)
   mask = dense_mask(segment, end, WINDOW)[:, None]
 
   def dense(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, mask=mask)
 
   q, k, v, g = (x.swapaxes(1, 2) for x in (q, k, v, g))
-  return runs | {"dense forward": Timed(dense, q, k, v), "dense forward+backward": Timed(gradients(dense), g, q, k, v)}
+  return {"dense forward": Timed(dense, q, k, v), "dense forward+backward": Timed(gradients(dense), g, q, k, v)}
 
 
 def exponent(lengths, seconds) -> float:
   return float(np.polyfit(np.log(lengths), np.log(seconds), 1)[0])
 
 
+def measure_scaling(rounds: int) -> dict:
+  """Ours alone, all lengths in turn."""
+  out = {}
+  for what in ("forward", "forward+backward"):
+    seconds = in_turn({length: our_runs(length)[what] for length in LENGTHS}, rounds)
+    ms = {length: 1e3 * statistics.median(s) for length, s in seconds.items()}
+    out[what] = {"ms": ms, "exponent": exponent(list(ms), list(ms.values()))}
+  return out
+
+
 def measure_attention(rounds: int, dense_up_to: int = 16384) -> dict:
-  out = {"ours_ms": {}, "against dense": {}}
+  out = {"scaling": measure_scaling(rounds), "against dense": {"forward": {}, "forward+backward": {}}}
   for length in LENGTHS:
-    seconds = in_turn(attention_runs(length, dense_up_to), rounds)
-    for what in ("forward", "forward+backward"):
-      out["ours_ms"].setdefault(what, {})[length] = 1e3 * statistics.median(seconds[what])
-      if length <= dense_up_to:
-        out["against dense"].setdefault(what, {})[length] = ratio(seconds[f"dense {what}"], seconds[what])
-    print(f"attention at {length} done", file=sys.stderr, flush=True)
-  out["exponent"] = {what: exponent(list(ms), list(ms.values())) for what, ms in out["ours_ms"].items()}
+    if length <= dense_up_to:
+      seconds = in_turn(our_runs(length) | dense_runs(length), rounds)
+      for what, ratios in out["against dense"].items():
+        ratios[length] = ratio(seconds[f"dense {what}"], seconds[what])
+      print(f"attention at {length} done", file=sys.stderr, flush=True)
   return out
 
 
@@ -197,8 +210,8 @@ def plot(found: dict, path: str) -> None:
   import matplotlib.pyplot as plt
 
   found, (axes, against) = found["attention"], plt.subplots(1, 2, figsize=(9, 3.5))[1]
-  for what, ms in found["ours_ms"].items():
-    axes.loglog(list(ms), list(ms.values()), "o-", label=f"{what}, exponent {found['exponent'][what]:.2f}")
+  for what, scaling in found["scaling"].items():
+    axes.loglog(*zip(*scaling["ms"].items()), "o-", label=f"{what}, exponent {scaling['exponent']:.2f}")
     ratios = found["against dense"][what]
     against.loglog(list(ratios), [r["ratio"] for r in ratios.values()], "o-", label=what)
   axes.set(xlabel="tokens", ylabel="ms", title="Prefix sliding")

@@ -1,10 +1,10 @@
-"""Rows padded to tiles of one group each, then one batched product: the form that XLA runs best on a CPU."""
+"""Rows in tiles of one group each, the form that XLA runs best on a CPU: a loop over them in place, or their layout."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 
 class Layout(NamedTuple):
@@ -35,18 +35,23 @@ def tile_layout(sizes: Int[Array, "E"], rows: int, tile: int) -> Layout:
   return Layout(first - start, source, group)
 
 
-def spread(x: Float[Array, "M D"], layout: Layout) -> Float[Array, "tiles tile D"]:
-  """Rows to their places in the tiles, 0 in padding."""
-  rows = jnp.where((layout.source >= 0)[:, None], x[jnp.maximum(layout.source, 0)], 0)
-  return rows.reshape(layout.group.shape[0], -1, x.shape[1])
+class Walk(NamedTuple):
+  """Tiles of consecutive rows of one group: the first `count` of these."""
+
+  at: Int[Array, "tiles"]  # first row
+  stop: Int[Array, "tiles"]  # the row after the group's last
+  group: Int[Array, "tiles"]
+  count: Int[Array, ""]
 
 
-def gather(rows: Float[Array, "tiles tile D"], layout: Layout, sizes: Int[Array, "E"], count: int) -> Array:
-  """The first `count` rows back from their places, 0 for those past all groups."""
-  stop, row = jnp.cumsum(sizes), jnp.arange(count)
-  shift = layout.shift[jnp.minimum(jnp.searchsorted(stop, row, side="right"), sizes.shape[0] - 1)]
-  y = rows.reshape(-1, rows.shape[-1])[jnp.minimum(row + shift, layout.source.shape[0] - 1)]
-  return jnp.where((row < stop[-1])[:, None], y, 0)
+def walk(sizes: Int[Array, "E"], rows: int, tile: int) -> Walk:
+  groups = sizes.shape[0]
+  tiles = jnp.arange(min((rows + groups * (tile - 1)) // tile, rows))
+  stop, needs = jnp.cumsum(sizes), -(-sizes // tile)
+  done = jnp.cumsum(needs)
+  group = jnp.minimum(jnp.searchsorted(done, tiles, side="right"), groups - 1)
+  at = (stop - sizes)[group] + (tiles - (done - needs)[group]) * tile
+  return Walk(at, stop[group], group, done[-1])
 
 
 def product(spec: str, a, b):
@@ -54,19 +59,42 @@ def product(spec: str, a, b):
   return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def layout_of(x, sizes) -> Layout:
-  return tile_layout(sizes, x.shape[0], tile_rows(x.shape[0], sizes.shape[0], most=256))
+def padded(x, tile: int):
+  """Room for a last tile that reaches beyond the rows."""
+  return jnp.pad(x, ((0, tile), (0, 0)))
+
+
+def multiply(spec: str, x, weights, sizes, width: int):
+  """Tile by tile in order, so that what a tile writes beyond its group is overwritten by the next group."""
+  count = x.shape[0]
+  tile = tile_rows(count, sizes.shape[0], most=256)
+  plan, rows = walk(sizes, count, tile), padded(x, tile)
+
+  def one(t, y):
+    part = lax.dynamic_slice_in_dim(rows, plan.at[t], tile)
+    return lax.dynamic_update_slice_in_dim(y, product(spec, part, weights[plan.group[t]]), plan.at[t], 0)
+
+  y = lax.fori_loop(0, plan.count, one, jnp.zeros((count + tile, width), jnp.float32))[:count]
+  return jnp.where((jnp.arange(count) < jnp.sum(sizes))[:, None], y, 0).astype(x.dtype)
+
+
+def matrix_gradient(x, g, sizes):
+  """x_e^T g_e for every group e, in float32."""
+  tile = tile_rows(x.shape[0], sizes.shape[0], most=256)
+  plan, x, g = walk(sizes, x.shape[0], tile), padded(x, tile), padded(g, tile)
+
+  def one(t, dw):
+    inside = (plan.at[t] + jnp.arange(tile) < plan.stop[t])[:, None]
+    rows, more = (jnp.where(inside, lax.dynamic_slice_in_dim(a, plan.at[t], tile), 0) for a in (x, g))
+    return dw.at[plan.group[t]].add(product("md,mf->df", rows, more))
+
+  return lax.fori_loop(0, plan.count, one, jnp.zeros((sizes.shape[0], x.shape[1], g.shape[1]), jnp.float32))
 
 
 def forward(x, weights, sizes):
-  layout = layout_of(x, sizes)
-  y = product("tmd,tdf->tmf", spread(x, layout), weights[layout.group])
-  return gather(y, layout, sizes, x.shape[0]).astype(x.dtype)
+  return multiply("md,df->mf", x, weights, sizes, weights.shape[2])
 
 
 def backward(x, weights, sizes, g):
-  layout = layout_of(x, sizes)
-  rows, g = spread(x, layout), spread(g, layout)
-  dx = product("tmf,tdf->tmd", g, weights[layout.group])
-  dw = jnp.zeros(weights.shape, jnp.float32).at[layout.group].add(product("tmd,tmf->tdf", rows, g))
-  return gather(dx, layout, sizes, x.shape[0]).astype(x.dtype), dw.astype(weights.dtype)
+  dx = multiply("mf,df->md", g, weights, sizes, weights.shape[1])
+  return dx, matrix_gradient(x, g, sizes).astype(weights.dtype)
