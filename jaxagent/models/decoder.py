@@ -5,19 +5,25 @@ Training scans over the stack, decoding unrolls over what `prepare` unstacked.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxagent.models import cache as caches
-from jaxagent.models.cache import Cache
+from jaxagent.models.attention import packed_attention
+from jaxagent.models.cache import Cache, View
 from jaxagent.models.config import DecoderConfig
-from jaxagent.models.layers import attention, packed_mask, product, rms_norm, rotate, rotation
+from jaxagent.models.layers import attention, product, rms_norm, rotate, rotation
 from jaxagent.models.moe import FusedMoe, Moe
 from jaxagent.models.policy import Hidden, Params, Policy
+from pallas_kernels.prefix_sliding.checks import concrete
+
+REWIND = 32  # tokens by which a row of a sliding policy can be cut back
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], *, scale: float = 1.0) -> nnx.Param:
@@ -189,31 +195,66 @@ def forward(
   prefix_end: Int[Array, "B T"] | None = None,
   routing: Int[Array, "B T L K"] | None = None,
 ) -> Hidden:
-  """Last hidden states of packed rows, one scan over the stacked layers. `prefix_end` has no effect on full attention.
+  """Last hidden states of packed rows, one scan over the stacked layers, or over the pattern in which kinds repeat.
 
+  `prefix_end`, an index in the row, is where the part ends that prefix_sliding layers keep; others do without.
   Padding (`segment == -1`) reads zeros in every attention, so that its states are finite and nobody's business.
   """
-  del prefix_end
   _check_rows(config, tokens, routing, position=position, segment=segment)
+  _check_prefix(config, "prefix_end", prefix_end, tokens.shape, "TokenBatch.prefix_end, an index in the row")
   graph = _graph(lambda: _new_layer(config))
   turn = rotation(position, config.head_dim, config.rope_theta)
-  mask, seen = packed_mask(segment), (segment >= 0)[..., None]
 
-  def attend(q, k, v):
-    read = attention(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), mask, config.dtype)
-    return jnp.where(seen, read, 0), None
+  def of_kind(kind):
+    read = packed_attention(config, kind, segment, prefix_end)
 
-  def step(x, layer):
-    weights, experts = layer
-    x, _, aux = nnx.merge(graph, weights)(x, turn, attend, experts)
-    return x, aux
+    def run(x, layer):
+      weights, experts = layer
+      x, _, aux = nnx.merge(graph, weights)(x, turn, lambda *qkv: (read(*qkv), None), experts)
+      return x, aux
 
-  if config.remat:
-    step = jax.checkpoint(step, prevent_cse=False)
-  recorded = None if routing is None else jnp.moveaxis(routing, 2, 0)
-  x, aux = jax.lax.scan(step, params["embed"][tokens], (params["layers"], recorded))
+    return jax.checkpoint(run, prevent_cse=False) if config.remat else run
+
+  run = {kind: of_kind(kind) for kind in set(config.kinds)}
+  layers = (params["layers"], None if routing is None else jnp.moveaxis(routing, 2, 0))
+  x, reports = params["embed"][tokens], []
+  for start, end, unit in pattern(config.kinds):
+    part = layers if (start, end) == (0, config.layers) else jax.tree.map(lambda y, a=start, b=end: y[a:b], layers)
+    x, aux = _scan([run[kind] for kind in unit], x, part)
+    reports.append(aux)
+  aux = reports[0] if len(reports) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
   states = rms_norm(x, params["final_norm"], config.norm_eps)
   return Hidden(states, {name: jnp.moveaxis(value, 0, 2) for name, value in aux.items()})
+
+
+def pattern(kinds: tuple[str, ...]) -> list[tuple[int, int, tuple[str, ...]]]:
+  """(first layer, one past the last, kinds that repeat in between) of the scans over layers.
+
+  The smallest unit that repeats and then what is left of it, by runs of one kind; all by runs where nothing repeats.
+  """
+  n = len(kinds)
+  unit = next(size for size in range(1, n + 1) if (kinds[:size] * n)[:n] == kinds)
+  whole = n - n % unit if n >= 2 * unit else 0
+  parts = [(0, whole, kinds[:unit])] if whole else []
+  for kind, run in itertools.groupby(range(whole, n), lambda i: kinds[i]):
+    start, *rest = run
+    parts.append((start, start + 1 + len(rest), (kind,)))
+  return parts
+
+
+def _scan(unit: list[Callable], x: Float[Array, "B T D"], layers) -> tuple[Array, dict[str, Array]]:
+  """One layer after the other, `unit` again and again; what they report gets the axis of layers in front."""
+
+  def step(x, layers):
+    reports = []
+    for i, run in enumerate(unit):
+      x, aux = run(x, jax.tree.map(lambda y, i=i: y[i], layers))
+      reports.append(aux)
+    return x, jax.tree.map(lambda *each: jnp.stack(each), *reports)
+
+  folded = jax.tree.map(lambda y: y.reshape(-1, len(unit), *y.shape[1:]), layers)
+  x, aux = jax.lax.scan(step, x, folded)
+  return x, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), aux)
 
 
 def head(config: DecoderConfig, params: Params, states: Float[Array, "... D"]) -> Float[Array, "... V"]:
@@ -243,40 +284,65 @@ def extend(
   tokens: Int[Array, "B t"],
   position: Int[Array, "B t"],
   *,
+  prefix_length: Int[Array, "B"] | None = None,
   slots: int | None = None,
 ) -> tuple[Hidden, Cache]:
-  """Appends t tokens to each row of the cache and attends to the row; a token's slot is its position.
+  """Appends t tokens to each row of the cache and attends to the row, as `forward` with the same prefix does.
 
-  A position of -1 is padding. A position at or past the capacity cannot be written: the caller ends such rows first.
-  `slots` (static) is a promise that no position in the rows reaches it: only that many slots are read.
+  A position of -1 is padding. A position at or past the capacity, if there is one, cannot be written: the caller ends
+  such rows first. `prefix_length`, of a row's first prompt, is for prefix_sliding layers.
+  `slots` (static) is a promise that no position in the rows reaches it: full attention reads only that many slots.
   """
   _check_rows(config, tokens, None, position=position)
-  slots = cache.capacity if slots is None else slots
-  if cache.position.shape[0] != tokens.shape[0] or not 0 < slots <= cache.capacity:
+  _check_prefix(config, "prefix_length", prefix_length, tokens.shape[:1], "the length of each row's first prompt")
+  most = cache.capacity
+  if cache.rows != tokens.shape[0] or (slots is not None and not 0 < slots <= (most or slots)):
     raise ValueError(
-      f"extend: {tokens.shape[0]} rows and slots={slots} do not fit a cache of {cache.position.shape[0]} rows and"
-      f" {cache.capacity} slots; pass one row of tokens per row of the cache and slots in [1, capacity]"
+      f"extend: {tokens.shape[0]} rows and slots={slots} do not fit a cache of {cache.rows} rows and"
+      f" {most} slots; pass one row of tokens per row of the cache and slots in [1, capacity]"
     )
   graph = _graph(lambda: fuse(_new_layer(config)))
   turn = rotation(position, config.head_dim, config.rope_theta)
-  row = jnp.arange(tokens.shape[0])[:, None]
-  slot = jnp.where(position >= 0, position, cache.capacity)  # past the end: dropped
-  stored = cache.position.at[row, slot].set(position, mode="drop")
-  mask = (stored[:, None, :slots] >= 0) & (stored[:, None, :slots] <= position[..., None])
-
-  def attend(keys, values, q, k, v):
-    keys = keys.at[row, :, :, slot].set(k.astype(keys.dtype), mode="drop")
-    values = values.at[row, :, slot].set(v.astype(values.dtype), mode="drop")
-    return attention(q, keys[..., :slots], values[:, :, :slots], mask, config.dtype), (keys, values)
-
+  views = {k: caches.view(config, k, held, position, prefix_length, slots) for k, held in cache.position.items()}
   x, kept, reports = weights["embed"][tokens], [], []
-  for layer, keys, values in zip(weights["layers"], cache.keys, cache.values, strict=True):
-    x, pair, aux = nnx.merge(graph, layer)(x, turn, functools.partial(attend, keys, values))
+  for layer, kind, keys, values in zip(weights["layers"], config.kinds, cache.keys, cache.values, strict=True):
+    attend = functools.partial(_attend_to_cache, config, views[kind], keys, values)
+    x, pair, aux = nnx.merge(graph, layer)(x, turn, attend)
     kept.append(pair)
     reports.append(aux)
   keys, values = zip(*kept)
   aux = {name: jnp.stack([report[name] for report in reports], axis=2) for name in reports[0]}
-  return Hidden(rms_norm(x, weights["final_norm"], config.norm_eps), aux), Cache(keys, values, stored)
+  cache = Cache(keys, values, {kind: seen.stored for kind, seen in views.items()}, cache.kinds)
+  return Hidden(rms_norm(x, weights["final_norm"], config.norm_eps), aux), cache
+
+
+def _attend_to_cache(config: DecoderConfig, view: View, keys, values, q, k, v):
+  """Values read, and the keys and values with the new ones written."""
+  row = jnp.arange(q.shape[0])[:, None]
+  k, v = k.astype(keys.dtype), v.astype(values.dtype)
+  written = (
+    keys.at[row, :, :, view.slot].set(k, mode="drop"),
+    values.at[row, :, view.slot].set(v, mode="drop"),
+  )
+  if view.beside:
+    seen = jnp.concatenate([keys, k.transpose(0, 2, 3, 1)], -1), jnp.concatenate([values, v.swapaxes(1, 2)], 2)
+  else:
+    seen = written[0][..., : view.slots], written[1][:, :, : view.slots]
+  return attention(q, *seen, view.mask, config.dtype), written
+
+
+def _check_prefix(config: DecoderConfig, name: str, given, shape, what: str) -> None:
+  if "prefix_sliding" not in config.kinds:
+    return
+  if given is None:
+    raise ValueError(f"a model with prefix_sliding layers needs {name} of shape {shape}: {what}; 0 keeps nothing")
+  if given.shape != shape:
+    raise ValueError(f"{name} must have shape {shape}, got {given.shape}")
+  if name == "prefix_length" and concrete(given) and np.max(given, initial=0) > config.max_prefix:
+    raise ValueError(
+      f"prefix_length {np.max(given)} exceeds the model's max_prefix {config.max_prefix}, for which its cache has room;"
+      " shorten the prompt or raise max_prefix"
+    )
 
 
 def _check_rows(config: DecoderConfig, tokens, routing, **columns) -> None:
@@ -294,8 +360,8 @@ def _check_rows(config: DecoderConfig, tokens, routing, **columns) -> None:
     raise ValueError(f"routing must be [B, T, L, K] = {want}, got {routing.shape}; record it with this model's shape")
 
 
-def decoder_policy(config: DecoderConfig) -> Policy:
-  """The decoder as a `Policy`.
+def decoder_policy(config: DecoderConfig, *, rewind: int = REWIND) -> Policy:
+  """The decoder as a `Policy`. Where layers slide, a row can be cut back by `rewind` tokens.
 
   Parameters (float32): embed [V, D], final_norm [D], head [D, V] unless tied, and in `layers`, each with a leading axis
   L: attention_norm, mlp_norm [D]; attention/{q [D, H d], k, v [D, K d], o [H d, D]}, with `qkv_bias` {q, k, v}_bias,
@@ -311,9 +377,11 @@ def decoder_policy(config: DecoderConfig) -> Policy:
     forward=bound(forward),
     head=bound(head),
     prepare=bound(prepare),
-    cache=bound(caches.empty),
+    cache=functools.partial(caches.empty, config, slack=rewind),
     extend=bound(extend),
     axes=axes(config),
     vocab_size=config.vocab_size,
     config=config,
+    max_prefix=config.max_prefix or None,
+    rewind=rewind if config.window else None,
   )

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from jaxagent.models.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer,
 
 ARCHITECTURES = {
   "llama": "LlamaForCausalLM",
+  "mistral": "MistralForCausalLM",
   "qwen2": "Qwen2ForCausalLM",
   "qwen3": "Qwen3ForCausalLM",
   "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+_LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _PACKAGE = "package:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -71,14 +73,22 @@ class Place:
 
 
 def load(
-  path: str | Path, *, dtype: str = "float32", remat: bool = False, tokenizer: str | Path | None = None
+  path: str | Path,
+  *,
+  dtype: str = "float32",
+  remat: bool = False,
+  tokenizer: str | Path | None = None,
+  attention: str | Sequence[str] | None = None,
+  window: int = 0,
+  max_prefix: int = 0,
 ) -> Loaded:
   """A model from a Hugging Face folder, a `.gguf` file, a hub name, or `package:NAME/FILE` of an installed package.
 
-  `dtype` and `remat` go into the config; parameters are float32. `tokenizer` ("bytes", or a folder with tokenizer.json)
-  replaces the one of the source, and its chat template with it. Errors: FileNotFoundError for what is not there;
-  ValueError for an architecture or feature the decoder lacks, a damaged file, a tensor that is missing, unused or of
-  another shape, no tokenizer, or one with more tokens than the embedding has rows.
+  `dtype` and `remat` go into the config; parameters are float32. `attention`, with its `window` and `max_prefix`,
+  replaces that of the source, as in `DecoderConfig`: the weights do not depend on it. `tokenizer` ("bytes", or a folder
+  with tokenizer.json) replaces the one of the source, and its chat template with it. Errors: FileNotFoundError for what
+  is not there; ValueError for an architecture or feature the decoder lacks, a damaged file, a tensor that is missing,
+  unused or of another shape, no tokenizer, or one with more tokens than the embedding has rows.
   """
   source = _locate(path)
   if source.suffix == ".gguf":
@@ -89,7 +99,7 @@ def load(
     config, stored = config_from_hf(read_json(source / "config.json")), read_safetensors(source)
     own = None if tokenizer is not None else (load_tokenizer(source), read_template(source))
   chosen, template = own or _other_tokenizer(tokenizer)
-  config = dataclasses.replace(config, dtype=dtype, remat=remat)
+  config = _attending(dataclasses.replace(config, dtype=dtype, remat=remat), attention, window, max_prefix)
   if chosen.vocab_size > config.vocab_size:
     raise ValueError(
       f"the tokenizer of {path} has {chosen.vocab_size} tokens but the embedding {config.vocab_size} rows;"
@@ -133,6 +143,13 @@ def _locate(path: str | Path) -> Path:
   except Exception as error:  # network, permission and naming errors have no common base
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     raise FileNotFoundError(f"{path} is not a local folder, and the hub did not give it: {reason}") from error
+
+
+def _attending(config: DecoderConfig, attention, window: int, max_prefix: int) -> DecoderConfig:
+  """`config` with that attention; without a name, with its own and the sizes that are given."""
+  if attention is not None:
+    return dataclasses.replace(config, attention=attention, window=window, max_prefix=max_prefix)
+  return dataclasses.replace(config, window=window or config.window, max_prefix=max_prefix or config.max_prefix)
 
 
 def layout(config: DecoderConfig) -> tuple[Place, ...]:
@@ -251,6 +268,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
   moe = kind == "qwen3_moe"
   try:
     width, heads = hf["hidden_size"], hf["num_attention_heads"]
+    attention, window = _attention(hf, kind)
     return DecoderConfig(
       vocab_size=hf["vocab_size"],
       width=width,
@@ -269,6 +287,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
       experts_per_token=hf["num_experts_per_tok"] if moe else 0,
       expert_width=hf["moe_intermediate_size"] if moe else 0,
       norm_topk_prob=hf.get("norm_topk_prob", False) if moe else True,
+      attention=attention,
+      window=window,
     )
   except KeyError as error:
     raise ValueError(f"config.json lacks {error.args[0]}") from error
@@ -289,17 +309,44 @@ def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
   return {**top, **(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
 
 
+def _attention(hf: Mapping[str, Any], kind: str) -> tuple[tuple[str, ...], int]:
+  """The kind of each layer and the window, 0 where none slides, with the defaults of `transformers`.
+
+  Qwen2 and Qwen3 mix: by `layer_types`, else layers from `max_window_layers` on slide. Mistral and Qwen3-MoE slide in
+  every layer or in none, Llama in none.
+  """
+  count, mixes = hf["num_hidden_layers"], kind in ("qwen2", "qwen3")
+  used = {"llama": hf.get("sliding_window") is not None, "mistral": True}.get(kind, hf.get("use_sliding_window", False))
+  window = hf.get("sliding_window", 4096) if used else None
+  first = 0 if window is not None else count
+  types = hf.get("layer_types")
+  if types is None:
+    first = max(first, hf.get("max_window_layers", 28)) if mixes else first
+    types = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
+  lacks = [
+    (set(types) - set(_LAYER_TYPES), f"layer types {sorted(set(types))}, which the decoder does not have"),
+    (len(types) != count, f"{count} layers, but layer_types has {len(types)}"),
+    ("sliding_attention" in types and window is None, "layer types that slide, but for no sliding window; set both"),
+    (
+      "sliding_attention" in types and kind == "llama",
+      f"sliding window attention (sliding_window {window}), which a {ARCHITECTURES[kind]} does not have",
+    ),
+    (len(set(types)) > 1 and not mixes, f"layer types of two kinds, which a {ARCHITECTURES[kind]} does not have"),
+    (not mixes and window is not None and "full_attention" in types, "a sliding window, but for no layer that slides"),
+  ]
+  for present, name in lacks:
+    if present:
+      raise ValueError(f"config.json asks for {name}")
+  return tuple(_LAYER_TYPES[name] for name in types), window if "sliding_attention" in types else 0
+
+
 def _check_features(hf: Mapping[str, Any], kind: str) -> None:
   rope = _rope(hf)
   rope_type = rope.get("rope_type", rope.get("type", "default"))
-  windowed = hf.get("use_sliding_window", "use_sliding_window" not in hf and hf.get("sliding_window") is not None)
-  layers = set(hf.get("layer_types") or ["full_attention"])
   rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
   lacks = [
     (rope_type != "default", f"rope scaling ({rope_type})"),
     (rotated != 1.0, f"partial_rotary_factor {rotated}"),
-    (windowed, f"sliding window attention (sliding_window {hf.get('sliding_window')})"),
-    (layers != {"full_attention"}, f"layer types {sorted(layers)}"),
     (hf.get("hidden_act", "silu") != "silu", f"activation {hf.get('hidden_act')}"),
     (kind != "qwen2" and hf.get("attention_bias", False), "attention_bias"),
     (hf.get("mlp_bias", False), "mlp_bias"),
@@ -371,8 +418,7 @@ def config_to_hf(config: DecoderConfig, kind: str) -> dict[str, Any]:
     "dtype": "float32",
     "torch_dtype": "float32",
   }
-  if kind != "llama":
-    hf["use_sliding_window"] = False
+  hf |= _attention_to_hf(config, kind)
   if kind == "qwen3_moe":
     hf |= {
       "num_experts": config.experts,
@@ -383,6 +429,20 @@ def config_to_hf(config: DecoderConfig, kind: str) -> dict[str, Any]:
       "mlp_only_layers": [],
     }
   return hf
+
+
+def _attention_to_hf(config: DecoderConfig, kind: str) -> dict[str, Any]:
+  if kind == "llama":
+    return {}
+  if kind == "mistral":
+    return {"sliding_window": config.window}
+  if not config.window:
+    return {"use_sliding_window": False}
+  own = {"use_sliding_window": True, "sliding_window": config.window}
+  if kind == "qwen3_moe":
+    return own
+  names = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
+  return own | {"max_window_layers": config.kinds.index("sliding"), "layer_types": [names[k] for k in config.kinds]}
 
 
 def _branch(params: Params, place: Place):

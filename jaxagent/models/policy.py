@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from jaxagent.types import pytree
@@ -25,7 +26,8 @@ class Policy:
   """`init(key) -> params`.
 
   `forward(params, tokens, position, segment, *, prefix_end=None, routing=None) -> Hidden` over packed rows `[B, T]`:
-  token t attends to s iff same segment and s <= t; `segment == -1` is padding. With `routing` [B, T, L, K] the experts
+  token t attends to s iff same segment and s <= t, in a sliding layer of window W also s < prefix_end (an index in the
+  row) or t - s < W; `segment == -1` is padding. With `routing` [B, T, L, K] the experts
   come from the record wherever it is >= 0, and how much always from the live router.
   `head(params, states [..., D]) -> logits [..., V]` in float32; it takes prepared weights as well.
   `prepare(params) -> weights`: once per weight update, the layout decoding wants (layers unstacked, products fused).
@@ -33,7 +35,10 @@ class Policy:
   `extend(weights, cache, tokens [B, t], position [B, t]) -> (Hidden, Cache)`: writes t tokens per row, each in place of
   what the row held at its position, and attends to the row's positions up to its own, so a row is reused or cut back
   without being cleared; a position of -1 is padding: nothing is written and the state there is unspecified. Prefill is
-  a large t, decoding t = 1.
+  a large t, decoding t = 1. A row is extended from where it ended, from at most `rewind` tokens before (None: from
+  anywhere before), or from position 0, a new sequence.
+  `max_prefix`: None, or the longest first prompt of a policy that keeps it while the rest slides: then `extend` takes
+  `prefix_length=` int32[B] too, the same at every call for one sequence, as `forward` takes `prefix_end`.
   `axes`: a tree like `params` of tuples of logical axis names, for the sharding rules.
   """
 
@@ -46,3 +51,18 @@ class Policy:
   axes: Any
   vocab_size: int
   config: Any = None  # of the built-in decoder: what an export writes
+  max_prefix: int | None = None  # tokens
+  rewind: int | None = None  # tokens
+
+
+def on_mesh(policy: Policy, mesh: jax.sharding.Mesh) -> Policy:
+  """The policy with a `forward` that knows the mesh it is compiled for, so that kernels are split over it.
+
+  The compiler splits everything else by itself. Rows go over the axes "data" and "fsdp", heads over "tensor".
+  """
+
+  def forward(*arguments, **options):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return policy.forward(*arguments, **options)
+
+  return dataclasses.replace(policy, forward=forward)

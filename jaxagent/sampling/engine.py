@@ -5,7 +5,8 @@ device's cache before the next one is sampled. Work goes in *calls*, each one pr
 the rows that are ready. Between calls rows are freed and filled again.
 
 The policy's cache must overwrite what it stored at a position when that position is processed again, and a token must
-attend only to stored positions up to its own; then a row can be reused, or cut back, without being cleared.
+attend only to stored positions up to its own; then a row can be reused, or cut back, without being cleared. A row is
+cut back by fewer tokens than one call has steps.
 """
 
 import asyncio
@@ -92,6 +93,7 @@ class Session:
     self, engine: "Engine", tokens: list[int], key: np.ndarray, index: int, participant: "Participant | None"
   ):
     self.tokens = tokens  # the stream so far; read it, change it by `append`
+    self.prefix_length = len(tokens)  # of the first prompt, which a prefix-sliding policy keeps
     self.index = index
     self.closed = False
     self._engine = engine
@@ -198,6 +200,8 @@ class Participant:
 class Engine:
   """Samples from a policy: many streams at once, in `slots` cache rows of `capacity` tokens each.
 
+  The rows of a policy whose every layer slides have a fixed size: `capacity` only says how long a stream may get.
+
       out = engine.generate(prompts, n=8, sampling=Sampling(temperature=1.0, max_tokens=512))   # [prompt][sample]
 
       session = engine.open(prompt_ids)                                                         # several turns
@@ -241,6 +245,11 @@ class Engine:
       least = 2 if name == "capacity" else 1
       if value < least:
         raise ValueError(f"Engine's {name} must be at least {least}, got {value}")
+    if policy.rewind is not None and steps_per_call > policy.rewind:
+      raise ValueError(
+        f"Engine's steps_per_call must be at most {policy.rewind}, the tokens by which this policy's rows can be cut"
+        f" back, got {steps_per_call}; lower it, or build the policy with a larger rewind"
+      )
     self.policy, self.tokenizer, self.slots, self.capacity = policy, tokenizer, slots, capacity
     self.version = version
     self._steps, self._max_pending, self._lockstep = steps_per_call, max_pending, lockstep
@@ -292,8 +301,8 @@ class Engine:
 
     Synchronous, and usable while an event loop runs. Sample j of prompt i has the key fold_in(fold_in(key, i), j); by
     default the key is folded from the engine's seed and the number of the call, so that two calls differ.
-    Errors: ValueError before anything runs, for n < 1, an empty prompt, one that leaves no room, an id outside the
-    vocabulary, or a request that cannot be served.
+    Errors: ValueError before anything runs, for n < 1, an empty prompt, one that leaves no room or exceeds the policy's
+    `max_prefix`, an id outside the vocabulary, or a request that cannot be served.
     """
     if n < 1:
       raise ValueError(f"generate needs n >= 1 samples of each prompt, got n={n}")
@@ -324,7 +333,8 @@ class Engine:
 
     A given `index` is folded into the key, so that the agents of one episode differ under one key. The default index
     counts sessions; the default key is folded from the engine's seed, the index and how often it was opened before.
-    Errors: ValueError for an empty prompt, an id outside the vocabulary, or a prompt that leaves no room for a token.
+    Errors: ValueError for an empty prompt, an id outside the vocabulary, a prompt that leaves no room for a token, or
+    one that exceeds the policy's `max_prefix`.
     """
     tokens = self._prompt(prompt, "prompt")
     before = self._opened[index]
@@ -399,6 +409,12 @@ class Engine:
         f"{what} has {len(ids)} tokens, which leaves no room to sample within the engine's capacity of {self.capacity};"
         " shorten it or raise the capacity"
       )
+    most = self.policy.max_prefix
+    if most is not None and len(ids) > most:
+      raise ValueError(
+        f"{what} has {len(ids)} tokens, but the policy keeps a first prompt of at most {most} (max_prefix of its"
+        " config); shorten it or raise max_prefix"
+      )
     return ids
 
   def _check_sampling(self, sampling: Sampling) -> None:
@@ -457,14 +473,16 @@ class Engine:
     rows, chunk = max(self._shapes, key=use)
     place = self._places(pending[:rows], rows)
     tokens, position = np.zeros((rows, chunk), np.int32), np.full((rows, chunk), -1, np.int32)
+    prefix_length = np.zeros(rows, np.int32)
     work = []
     for at, session in place.items():
       start = session._processed
       size = min(session._pending, chunk)
       tokens[at, :size] = session.tokens[start : start + size]
       position[at, :size] = np.arange(start, start + size)
+      prefix_length[at] = session.prefix_length
       work.append((at, session._turn, start, size))
-    arrays = (self._row_index(place, rows), tokens, position)
+    arrays = (self._row_index(place, rows), tokens, position, prefix_length)
     weights = self._weights
     return _Call(lambda cache: self._prefill(weights, cache, *arrays), work, self.version, self._generation)
 
@@ -638,7 +656,7 @@ def _prefill_shapes(slots: int, capacity: int, budget: int) -> list[tuple[int, i
 def _filler(size: int) -> programs.Decoding:
   whole, real = functools.partial(np.full, size, dtype=np.int32), functools.partial(np.full, size, dtype=np.float32)
   return programs.Decoding(
-    token=whole(0), position=whole(-1), left=whole(0), key=np.zeros((size, 2), np.uint32),
+    token=whole(0), position=whole(-1), left=whole(0), prefix_length=whole(0), key=np.zeros((size, 2), np.uint32),
     stop=np.full((size, programs.STOP_IDS), -1, np.int32), rules=rules.Rules(real(1), whole(0), real(1), real(0)),
   )  # fmt: skip
 
@@ -647,6 +665,7 @@ def _fill(rows: programs.Decoding, at: int, session: Session, capacity: int, voc
   turn, length = session._turn, len(session.tokens)
   sampling = turn.sampling
   rows.token[at], rows.position[at] = session.tokens[-1], length - 1
+  rows.prefix_length[at] = session.prefix_length
   rows.left[at] = min(sampling.max_tokens - (length - turn.start), capacity - length)
   rows.key[at] = session._key
   rows.stop[at, : len(sampling.stop_ids)] = sampling.stop_ids

@@ -21,6 +21,7 @@ class Decoding:
   token: Int[Array, "R"]
   position: Int[Array, "R"]
   left: Int[Array, "R"]  # tokens that may still be sampled, at least 1
+  prefix_length: Int[Array, "R"]  # tokens of the stream's first prompt
   key: UInt32[Array, "R 2"]
   stop: Int[Array, "R S"]  # -1 is filler
   rules: rules.Rules
@@ -50,21 +51,21 @@ def row_axes(policy: Policy, capacity: int) -> Any:
   return jax.tree.map(axis, *(jax.eval_shape(functools.partial(policy.cache, rows, capacity)) for rows in (2, 3)))
 
 
-def prefill(policy: Policy, axes, weights, cache, row: Int[Array, "R"] | None, tokens, position):
+def prefill(policy: Policy, axes, weights, cache, row: Int[Array, "R"] | None, tokens, position, prefix_length):
   """Processes `tokens` [R, C] at `position` (-1 is filler) in rows `row` of the cache. Returns it and the routing."""
   part = _take(cache, axes, row)
-  hidden, part = policy.extend(weights, part, tokens, position)
+  hidden, part = policy.extend(weights, part, tokens, position, **_kept(policy, prefix_length))
   return _put(cache, axes, row, part), _routing(hidden)
 
 
 def decode(policy: Policy, axes, steps: int, weights, cache, row: Int[Array, "R"] | None, rows: Decoding):
   """Samples up to `steps` tokens in each row, until all have drawn a stop id or used what was left to them."""
-  part = _take(cache, axes, row)
+  part, kept = _take(cache, axes, row), _kept(policy, rows.prefix_length)
 
   def one(state):
     step, part, token, position, left, out = state
     active = left > 0
-    hidden, part = policy.extend(weights, part, token[:, None], jnp.where(active, position, -1)[:, None])
+    hidden, part = policy.extend(weights, part, token[:, None], jnp.where(active, position, -1)[:, None], **kept)
     logits: Float[Array, "R V"] = policy.head(weights, hidden.states[:, 0])
     drawn = rules.sample(logits, rules.uniforms(rows.key, position + 1), rows.rules)
     routing = _routing(hidden)
@@ -81,7 +82,8 @@ def decode(policy: Policy, axes, steps: int, weights, cache, row: Int[Array, "R"
 
 def _empty(policy, steps, weights, cache, rows) -> Decoded:
   size = rows.token.shape[0]
-  hidden, _ = jax.eval_shape(policy.extend, weights, cache, rows.token[:, None], rows.position[:, None])
+  new, kept = (weights, cache, rows.token[:, None], rows.position[:, None]), _kept(policy, rows.prefix_length)
+  hidden, _ = jax.eval_shape(policy.extend, *new, **kept)
   routing = hidden.aux.get("routing")
   floats = jnp.zeros((steps, size), jnp.float32)
   return Decoded(
@@ -89,6 +91,10 @@ def _empty(policy, steps, weights, cache, rows) -> Decoded:
     rules.Drawn(jnp.zeros((steps, size), jnp.int32), floats, floats, floats),
     None if routing is None else jnp.zeros((steps, size, *routing.shape[2:]), jnp.int16),
   )
+
+
+def _kept(policy: Policy, prefix_length) -> dict[str, Array]:
+  return {} if policy.max_prefix is None else {"prefix_length": prefix_length}
 
 
 def _store(buffers, values, step):

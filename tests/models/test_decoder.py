@@ -193,7 +193,7 @@ def test_decoding_equals_the_full_forward_and_a_reused_slot_forgets(config):
   logits, routing, cache = decode(config, tokens, built(config)[0].cache(ROWS, LENGTH))  # up to the last slot
   np.testing.assert_allclose(logits, full_logits(config, tokens, routing=routing), atol=1e-5)
   cache = reset_rows(cache, jnp.array([True, False]))  # row 0 is emptied, row 1 rewound to position 0
-  np.testing.assert_array_equal(cache.position, [[-1] * LENGTH, range(LENGTH)])
+  np.testing.assert_array_equal(cache.position["full"], [[-1] * LENGTH, range(LENGTH)])
   other = tokens_of(seed=5)
   logits, routing, _ = decode(config, other, cache)
   np.testing.assert_allclose(logits, full_logits(config, other, routing=routing), atol=1e-5)
@@ -207,7 +207,7 @@ def test_padding_left_right_or_none_is_the_same(config):
   position = jnp.array([[-1, -1, -1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, -1, -1]])  # padding before, and after
   row = jnp.where(position >= 0, jnp.take_along_axis(tokens, jnp.maximum(position, 0), 1), 7)
   hidden, cache = extend(weights_of(config), policy.cache(ROWS, LENGTH), row, position)
-  np.testing.assert_array_equal(cache.position, [[0, 1, 2, 3, 4, -1, -1, -1], [0, 1, 2, 3, 4, 5, -1, -1]])
+  np.testing.assert_array_equal(cache.position["full"], [[0, 1, 2, 3, 4, -1, -1, -1], [0, 1, 2, 3, 4, 5, -1, -1]])
   packed = forward(params, row, position, jnp.where(position >= 0, 0, -1))
   for states in (hidden.states, packed.states):
     logits = policy.head(params, states)
