@@ -32,6 +32,7 @@ Positive = Annotated[float, Field(gt=0), "a number > 0"]
 NonNegative = Annotated[float, Field(ge=0), "a number >= 0"]
 Decay = Annotated[float, Field(ge=0, lt=1), "a number in [0, 1)"]
 Share = Annotated[float, Field(gt=0, le=1), "a number in (0, 1]"]
+AttentionKind = Literal["full", "sliding", "prefix_sliding"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Model:
   shape: dict[str, Any] = field(default_factory=dict)  # fields of models.config.DecoderConfig
   dtype: Literal["float32", "bfloat16"] = "float32"  # of the compute; parameters, router, logits, softmax: float32
   remat: bool = False  # recompute each layer's activations in the backward pass
+  attention: AttentionKind | tuple[AttentionKind, ...] | None = None  # full, sliding, prefix_sliding, or one per layer
+  window: Natural = 0  # tokens, of layers that slide
+  max_prefix: Natural = 0  # tokens of the longest first prompt, which prefix_sliding layers keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +116,7 @@ class Training:
   microbatch_rows: Count = 8  # packed rows whose gradient is computed at once
   row_tokens: Count | None = None  # length of a packed row; default rollout.max_tokens
   logprob_chunk: Count = 1024  # tokens whose logits exist at once
+  backprop_windows: Count | None = None  # prefix sliding: train on the prefix and this many windows; the loss: the last
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ def columns(rng):
     step_quality=np.where(per_turn < 0.3, np.nan, per_turn), step_credit=per_turn, verdict=rng.integers(-1, 2, (N, 5)),
     logp_privileged=rng.normal(size=(N, T)), first_error=rng.integers(0, T, N), tool_cost=rng.integers(0, 5, N),
     assertions_passed=rng.integers(-1, 40, N), potential=rng.random((N, S + 1)), reference_accuracy=rng.random(N),
-    reference_tokens=rng.integers(10, 40, N),
+    reference_tokens=rng.integers(10, 40, N), selection=rng.choice(np.array([-1.0, -1, 0, 0.5, 1]), N),
   )  # fmt: skip
 
 

@@ -125,12 +125,13 @@ def attenuated_shares(
 ) -> dict[str, Float[Array, ""]]:
   """Shares of the positive and of the negative advantages that `attenuate_by_entropy` changes; 0 if there are none.
 
-  To be logged: a run where nothing fires looks like any other in the loss curve.
+  They do not change signs, so the advantages before and after give the same. To be logged: a run where nothing fires
+  looks like any other in the loss curve.
   """
   positive, negative, advantage = _regimes(advantage, group_entropy, entropy_low, entropy_high)
   return {
-    "attenuated/positive": jnp.sum(positive) / jnp.maximum(jnp.sum(advantage > 0), 1),
-    "attenuated/negative": jnp.sum(negative) / jnp.maximum(jnp.sum(advantage < 0), 1),
+    "positive": jnp.sum(positive) / jnp.maximum(jnp.sum(advantage > 0), 1),
+    "negative": jnp.sum(negative) / jnp.maximum(jnp.sum(advantage < 0), 1),
   }
 
 

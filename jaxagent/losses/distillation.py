@@ -119,6 +119,31 @@ def student_kl(student: Float[Array, "*B V"], teacher: Float[Array, "*B V"]) -> 
   return jnp.sum(jnp.where(live, jnp.exp(log_p) * gap, 0.0), -1)
 
 
+def sampled_student_kl(
+  logp: Float[Array, "*B"], logp_teacher: Float[Array, "*B"], *, limit: float = 10.0
+) -> Float[Array, "*B"]:
+  """u log u - u + 1 with u = pi(y) / pi_teacher(y), for tokens y that the teacher sampled: at least 0.
+
+  Its mean is `student_kl`, and the mean of its gradient is that of `student_kl`. log u counts as at most `limit` nats:
+  beyond it there is no gradient. No gradient to the teacher.
+  Source: an importance-weighted form of the divergence of arXiv 2609.08919, which sums the vocabulary; `limit` is ours.
+  """
+  check_shapes(logp=(logp, "*B"), logp_teacher=(logp_teacher, "*B"))
+  d = jnp.asarray(logp, jnp.float32) - jax.lax.stop_gradient(jnp.asarray(logp_teacher, jnp.float32))
+  d = jnp.minimum(d, limit)
+  return jnp.exp(d) * d - jnp.expm1(d)
+
+
+def sampled_jensen_shannon(logp: Float[Array, "*B"], logp_other: Float[Array, "*B"]) -> Float[Array, "*B"]:
+  """[u log u - (1 + u) log((1 + u) / 2)] / 2 with u = q(y) / p(y), for tokens y drawn from p: at least 0, 0 for u = 1.
+
+  Its mean is `jensen_shannon`; a single token may exceed log 2. `logp` is log p(y), `logp_other` log q(y), in nats.
+  """
+  check_shapes(logp=(logp, "*B"), logp_other=(logp_other, "*B"))
+  d = jnp.clip(jnp.asarray(logp_other, jnp.float32) - jnp.asarray(logp, jnp.float32), -80.0, 80.0)
+  return jnp.maximum(-0.5 * (jnp.log1p(jnp.expm1(d) / 2) + jnp.exp(d) * jnp.log1p(jnp.expm1(-d) / 2)), 0.0)
+
+
 def distillation_loss(divergence: Float[Array, "N T"], weight: Float[Array, "N T"]) -> Float[Array, ""]:
   """sum_it weight_it divergence_it, with `student_kl` and `distillation_weights`; nothing flows where weight is 0."""
   check_shapes(divergence=(divergence, "*N"), weight=(weight, "*N"))

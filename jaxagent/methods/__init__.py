@@ -8,9 +8,10 @@ from jaxagent.methods.clips import cispo, cispo_capped, dppo, gmpo, intellect2, 
 from jaxagent.methods.credit import cliff, draco, taspo
 from jaxagent.methods.critic import mpo, ppo, t1, vapo
 from jaxagent.methods.efficiency import eapo, otc, search_agent, slimsearcher, think_only, when2think
+from jaxagent.methods.funnel import experience_funnel
 from jaxagent.methods.group import dapo, dapo_within, dr_grpo, dr_grpo_within, grpo, grpo_kl, gspo, rloo
 from jaxagent.methods.objective import Method, Objective
-from jaxagent.methods.prepare import Prepared, minibatches, plain, prepare
+from jaxagent.methods.prepare import Prepared, credit, minibatches, plain, prepare, weigh
 from jaxagent.methods.steps import gigpo, scpo, shaping, tev
 from jaxagent.methods.supervised import sft
 from jaxagent.methods.team import teamgym, teamgym_per_agent
@@ -29,6 +30,7 @@ PRESETS: Mapping[str, Method | Callable[..., Method]] = {
   "dr_grpo_within": dr_grpo_within,
   "draco": draco,
   "eapo": eapo,
+  "experience_funnel": experience_funnel,
   "gdpo": gdpo,
   "gepo": gepo,
   "gigpo": gigpo,
@@ -77,6 +79,7 @@ __all__ = [
   "cispo",
   "cispo_capped",
   "cliff",
+  "credit",
   "dapo",
   "dapo_within",
   "dppo",
@@ -84,6 +87,7 @@ __all__ = [
   "dr_grpo_within",
   "draco",
   "eapo",
+  "experience_funnel",
   "gdpo",
   "gepo",
   "gigpo",
@@ -119,5 +123,6 @@ __all__ = [
   "think_only",
   "vapo",
   "vespo",
+  "weigh",
   "when2think",
 ]

@@ -8,6 +8,7 @@ from jaxagent.losses import dual_clip, token_mean
 from jaxagent.methods.annotators import Given
 from jaxagent.methods.group import grpo, grpo_kl
 from jaxagent.methods.objective import Annotator, Method
+from jaxagent.metrics import split_shares, uncited_shares
 from jaxagent.rewards import rubric_reward
 
 VERDICTS = Given(("verdict", "step_quality"))
@@ -26,7 +27,10 @@ def draco(coefficient: float = 0.01, annotator: Annotator = VERDICTS) -> Method:
     parent.objective, advantage=(*grpo.objective.advantage, redistribute_by_quality), surrogate=dual_clip,
     aggregate=token_mean,
   )  # fmt: skip
-  return replace(parent, objective=objective, reward=(rubric_reward,), annotators=(annotator,))
+  return replace(
+    parent, objective=objective, reward=(rubric_reward,), annotators=(annotator,),
+    metrics=(("uncited", uncited_shares),),
+  )  # fmt: skip
 
 
 def taspo(bound: float = 0.5, scale: float = 1.0, annotator: Annotator = PRIVILEGED) -> Method:
@@ -45,4 +49,7 @@ def cliff(prefix: float = 0.0, annotator: Annotator = FIRST_ERROR) -> Method:
   `first_error [N]`: its place in the row, -1 where the teacher found none.
   """
   advantage = (partial(prefix_suffix, prefix=prefix),)
-  return replace(grpo, objective=replace(grpo.objective, advantage=advantage), annotators=(annotator,))
+  return replace(
+    grpo, objective=replace(grpo.objective, advantage=advantage), annotators=(annotator,),
+    metrics=(("failures", split_shares),),
+  )  # fmt: skip

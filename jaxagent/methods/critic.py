@@ -6,11 +6,12 @@ The critic's targets are `advantages.value_targets`, its loss `losses.value_clip
 from dataclasses import replace
 from functools import partial
 
-from jaxagent.advantages import add_token_credit, gae, length_adaptive_gae, turn_gae
+from jaxagent.advantages import add_token_credit, gae, length_adaptive_gae, turn_gae, value_share_between_turns
 from jaxagent.losses import positive_nll, positive_token_weight, ppo_clip, token_mean, turn_clip
 from jaxagent.methods.annotators import Given
 from jaxagent.methods.group import grpo
 from jaxagent.methods.objective import Annotator, Method, Slot
+from jaxagent.metrics import fallback_share
 from jaxagent.rewards import assertion_reward
 
 
@@ -42,7 +43,10 @@ def mpo(credit: Slot = add_token_credit) -> Method:
   Reconstruction: the paper's text was not available. `credit` is `add_token_credit` or `multiply_token_credit`.
   """
   parent = ppo()
-  return replace(parent, objective=replace(parent.objective, advantage=(turn_gae, credit), surrogate=turn_clip))
+  return replace(
+    parent, objective=replace(parent.objective, advantage=(turn_gae, credit), surrogate=turn_clip),
+    metrics=(("value_share_between_turns", value_share_between_turns),),
+  )  # fmt: skip
 
 
 def t1(scale: float = 20.0, annotator: Annotator = ASSERTIONS) -> Method:
@@ -50,4 +54,7 @@ def t1(scale: float = 20.0, annotator: Annotator = ASSERTIONS) -> Method:
 
   `assertions_passed [N]`: the verifier's count, -1 without a record (then the outcome pays).
   """
-  return replace(ppo(lam=1.0), reward=(partial(assertion_reward, scale=scale),), annotators=(annotator,))
+  return replace(
+    ppo(lam=1.0), reward=(partial(assertion_reward, scale=scale),), annotators=(annotator,),
+    metrics=(("fallback", fallback_share),),
+  )  # fmt: skip

@@ -19,7 +19,8 @@ Slot = Callable[..., Array]
 Coefficient = float | Callable[[Array], Array]  # a constant, or a schedule of the update count
 
 ROLLOUT_COLUMNS = tuple(f.name for f in dataclasses.fields(Rollouts) if f.name != "columns")
-# `advantage`: the result of the slots before; `keep`: the mask, narrowed so far, of the rollouts in this update
+# `advantage`: the result of the slots before, [N, T] for all that come after the last of them; `keep`: the mask,
+# narrowed so far, of the rollouts in this update
 STAGE_COLUMNS = ("advantage", "keep")
 TOKEN_COLUMNS = tuple(f.name for f in dataclasses.fields(TokenBatch) if f.name != "columns")
 # of the parameters being differentiated; all but `logp` are computed iff a slot names them, the last two by a mixture:
@@ -44,9 +45,14 @@ class Objective:
   columns: tuple[tuple[str, Slot], ...] = ()
 
   @property
+  def later(self) -> tuple[Slot, ...]:
+    """Slots that see the whole batch with its advantages, in the order in which they are called."""
+    return (*self.keep, *self.weight, self.aggregate, *(slot for _, slot in self.columns))
+
+  @property
   def whole(self) -> tuple[Slot, ...]:
     """Slots that see the whole batch, in the order in which they are called."""
-    return (*self.advantage, *self.keep, *self.weight, self.aggregate, *(slot for _, slot in self.columns))
+    return (*self.advantage, *self.later)
 
   @property
   def differentiated(self) -> tuple[Slot, ...]:
@@ -84,10 +90,16 @@ class Method:
   reward: tuple[Slot, ...] = ()  # each returns reward [N] or turn_reward [N, S]; later ones see the result so far
   annotators: tuple[Annotator, ...] = ()
   trackers: tuple[Tracker, ...] = ()
+  # for the record only: each returns a number, or numbers by name, of the whole batch from what `aggregate` reads
+  metrics: tuple[tuple[str, Slot], ...] = ()
 
   def __post_init__(self):
     o, extra = self.objective, self.columns
+    if taken := sorted({*STAGE_COLUMNS, "aggregate"} & set(extra)):
+      raise ValueError(f"an annotator or tracker provides {taken[0]!r}, which the method itself makes; rename it")
     whole = (*ROLLOUT_COLUMNS, *STAGE_COLUMNS, *extra)
+    for _, slot in self.metrics:
+      check_slot(slot, whole)
     for slot in (*self.reward, *o.advantage, *o.weight, *o.keep, o.aggregate):
       check_slot(slot, whole)
     late = (*TOKEN_COLUMNS, *SCORE_COLUMNS, *extra)
@@ -109,7 +121,8 @@ class Method:
     A surrogate or a term that reads `logp_old` does not list it: at the first update it is the current log-prob.
     """
     o = self.objective
-    names = {name for slot in (*self.reward, *o.whole) for name in slot_parameters(slot)}
+    early = (*self.reward, *o.whole, *(slot for _, slot in self.metrics))
+    names = {name for slot in early for name in slot_parameters(slot)}
     late = {name for slot in o.differentiated for name in slot_parameters(slot)} - {"logp_old"}
     return frozenset((names | late) & {*OPTIONAL_PASSES, *SCORE_COLUMNS[1:]})
 

@@ -13,14 +13,16 @@ from jaxagent.checks import concrete
 from jaxagent.methods.objective import Method, Slot, slot_parameters
 from jaxagent.types import Rollouts, check, pytree
 
+ADVANTAGE = "advantage"  # the column between the two stages
 FLOATS = ("logp_rollout", "logp_old", "logp_ref", "entropy", "value")  # per-token float columns of Rollouts
 
 
 @pytree
 class Prepared:
-  """Rollouts with what one optimizer update trains on; all but `rollouts` is `[N, T]`.
+  """Rollouts with what one optimizer update trains on; all but `rollouts` and `metrics` is `[N, T]`.
 
   `keep` is mask, valid, the objective's keeps and the minibatch, and-ed. Float columns are 0 where it is False.
+  `metrics` are numbers of the whole batch, those of `Method.metrics`.
   """
 
   rollouts: Rollouts
@@ -28,34 +30,60 @@ class Prepared:
   weight: Float[Array, "N T"]
   keep: Bool[Array, "N T"]
   aggregate: Float[Array, "N T"]
+  metrics: dict[str, Float[Array, ""]] = dataclasses.field(default_factory=dict)
 
 
 def prepare(method: Method, rollouts: Rollouts, *, minibatch: Bool[Array, "N"] | None = None) -> Prepared:
-  """Rewards, advantages, keeps and weights on the whole batch; token weights and own columns on the `minibatch`.
+  """`weigh` of `credit`: rewards, advantages, keeps and weights on the whole batch.
 
-  `minibatch[i]` says whether logical rollout i is in this update (None: all are). Jittable with `method` closed over;
-  values are checked only on concrete arrays. A ValueError names a column that a slot reads and the batch lacks, rows
-  to be trained at temperature 0, and a batch in which the policy sampled nothing.
+  Jittable with `method` closed over; values are checked only on concrete arrays. A ValueError names a column that a
+  slot reads and the batch lacks, rows to be trained at temperature 0, and a batch in which the policy sampled nothing.
+  """
+  return weigh(method, credit(method, rollouts), minibatch=minibatch)
+
+
+def credit(method: Method, rollouts: Rollouts) -> Rollouts:
+  """The batch with its rewards shaped and with a column `advantage` `[N, T]`, 0 where the policy did not sample.
+
+  The stage that must see rollouts whole: what is cut from them afterwards takes its advantages along. Errors as in
+  `prepare`.
   """
   _check_trainable(check(rollouts))
-  o, rollouts = method.objective, _shaped(method, _clean(rollouts))
+  rollouts = _shaped(method, _clean(rollouts))
   mask = rollouts.mask
-  columns = as_columns(rollouts)
-  advantage = _advantage(o.advantage, {**columns, "keep": mask})
+  advantage = _advantage(method.objective.advantage, {**as_columns(rollouts), "keep": mask})
+  advantage = jnp.where(mask, _lift(advantage, mask), 0.0)
+  return dataclasses.replace(rollouts, columns={**rollouts.columns, ADVANTAGE: advantage})
+
+
+def weigh(method: Method, credited: Rollouts, *, minibatch: Bool[Array, "N"] | None = None) -> Prepared:
+  """Keeps and weights of a `credit`-ed batch, then token weights, own columns and metrics on the `minibatch`.
+
+  `minibatch[i]` says whether logical rollout i is in this update (None: all are).
+  """
+  if ADVANTAGE not in credited.columns:
+    raise ValueError("weigh takes a batch with advantages; pass it through credit first, or call prepare")
+  _check_trainable(check(credited))
+  o, rollouts = method.objective, _clean(credited)
+  advantage = rollouts.columns[ADVANTAGE]
+  rollouts = dataclasses.replace(rollouts, columns={k: x for k, x in rollouts.columns.items() if k != ADVANTAGE})
+  mask = rollouts.mask
+  columns = {**as_columns(rollouts), "advantage": advantage}
   keep = mask
   for slot in o.keep:
-    keep &= _lift(call(slot, {**columns, "advantage": advantage, "keep": keep}), mask)
+    keep &= _lift(call(slot, {**columns, "keep": keep}), mask)
   weight = jnp.ones(mask.shape, jnp.float32)
   for slot in o.weight:
-    weight *= _lift(call(slot, {**columns, "advantage": advantage, "keep": keep}), mask)
+    weight *= _lift(call(slot, {**columns, "keep": keep}), mask)
   if minibatch is not None:
     keep &= minibatch[rollouts.rollout][:, None]
-  columns |= {"advantage": advantage, "keep": keep}
+  columns |= {"keep": keep}
   aggregate = _lift(call(o.aggregate, columns), mask)
   own = {name: call(slot, {**columns, "aggregate": aggregate}) for name, slot in o.columns}
+  metrics = _metrics(method, columns)
   rollouts = dataclasses.replace(rollouts, columns={**rollouts.columns, **own})
-  kept = [jnp.where(keep, x, 0.0) for x in (_lift(advantage, mask), weight, aggregate)]
-  return Prepared(_zeroed(rollouts, keep), kept[0], kept[1], keep, kept[2])
+  kept = [jnp.where(keep, x, 0.0) for x in (advantage, weight, aggregate)]
+  return Prepared(_zeroed(rollouts, keep), kept[0], kept[1], keep, kept[2], metrics)
 
 
 def plain(rollouts: Rollouts) -> Prepared:
@@ -123,6 +151,16 @@ def _advantage(slots, columns):
   for slot in slots:
     advantage = call(slot, {**columns, "advantage": advantage})
   return advantage
+
+
+def _metrics(method: Method, columns) -> dict[str, Float[Array, ""]]:
+  """Numbers by name; those of a slot that returns several are `name/key`."""
+  found = {name: call(slot, columns) for name, slot in method.metrics}
+  named = {name: x if isinstance(x, Mapping) else {"": x} for name, x in found.items()}
+  flat = {f"{name}/{key}".rstrip("/"): x for name, several in named.items() for key, x in several.items()}
+  if bad := [name for name, x in flat.items() if jnp.ndim(x)]:
+    raise ValueError(f"metric {bad[0]} must be one number, got shape {jnp.shape(flat[bad[0]])}; take a mean or a share")
+  return {name: jnp.asarray(x, jnp.float32) for name, x in flat.items()}
 
 
 def _lift(x, mask):

@@ -9,6 +9,7 @@ from jaxagent.methods.batch import reinforce_plus_plus
 from jaxagent.methods.clips import dppo
 from jaxagent.methods.group import grpo
 from jaxagent.methods.objective import Annotator, Method
+from jaxagent.metrics import credited_shares
 from jaxagent.rewards import add_potential_shaping, progress_rewards
 
 ANCHORS = Given(("anchor",))
@@ -30,7 +31,10 @@ def scpo(weight: float = 0.2, annotator: Annotator = MATCHES) -> Method:
 
   `step_credit [N, S]` of failed rollouts: `advantages.matched_credit`. Reconstruction: `weight` is ours.
   """
-  return replace(gigpo(annotator=annotator), reward=(partial(add_step_credit, weight=weight),))
+  return replace(
+    gigpo(annotator=annotator), reward=(partial(add_step_credit, weight=weight),),
+    metrics=(("credited", credited_shares),),
+  )  # fmt: skip
 
 
 def tev(weight: float = 0.25, annotator: Annotator = POTENTIAL) -> Method:

@@ -7,6 +7,7 @@ from jaxagent.advantages import (
   PromptRates,
   add_clipped_penalty,
   attenuate_by_entropy,
+  attenuated_shares,
   minus_baseline,
   standardize_tokens,
 )
@@ -26,7 +27,8 @@ def gepo(base: Method = grpo, alpha_low: float = 0.5, alpha_high: float = 0.2) -
   """
   attenuate = partial(attenuate_by_entropy, alpha_low=alpha_low, alpha_high=alpha_high)
   objective = replace(base.objective, advantage=(*base.objective.advantage, attenuate))
-  return replace(base, objective=objective, trackers=(*base.trackers, EntropyTracker()))
+  metrics = (*base.metrics, ("attenuated", attenuated_shares))
+  return replace(base, objective=objective, trackers=(*base.trackers, EntropyTracker()), metrics=metrics)
 
 
 def spo_plus_plus(tasks: int, initial: PromptRates | None = None) -> Method:

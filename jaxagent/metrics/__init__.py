@@ -1,5 +1,6 @@
 """Estimators and diagnostics, as pure functions of arrays."""
 
+from jaxagent.metrics.credit import credited_shares, distilled_shares, fallback_share, split_shares, uncited_shares
 from jaxagent.metrics.mismatch import (
   chi_square_sequence,
   chi_square_token,
@@ -27,9 +28,12 @@ __all__ = [
   "Gaps",
   "chi_square_sequence",
   "chi_square_token",
+  "credited_shares",
+  "distilled_shares",
   "distributed",
   "extreme_share",
   "fact_subsets",
+  "fallback_share",
   "information_gaps",
   "message_waste",
   "minimal_sets",
@@ -42,7 +46,9 @@ __all__ = [
   "rerouted_tokens",
   "rollout_kl_k1",
   "rollout_kl_k3",
+  "split_shares",
   "success_counts",
+  "uncited_shares",
   "undelivered_share",
   "unsurfaced_share",
 ]

@@ -15,6 +15,7 @@ from jaxagent.optim.labels import Arrangement, by_path
 
 Layout = tuple[tuple[str, ...], ...]  # the mesh axes of each of the axes [b, m, n]
 UNKNOWN: Layout = ((), (), ())
+CACHED = 2**21  # entries of the matrices that are worked on at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,12 +162,13 @@ def _exchange(x: Array, axis: str, *, split: int, concat: int) -> Array:
 
 
 def _each(function: Callable, batches: list[Array]) -> tuple[list[Array], Any]:
-  """One matrix at a time: it stays in the cache of a CPU, and a batch of products is no faster on a TPU."""
+  """As many matrices at a time as stay in the cache of a CPU; a batch of large products is no faster on a TPU."""
   x = batches[0] if len(batches) == 1 else jnp.concatenate(batches)
-  if x.shape[0] == 1:
-    y, scalars = jax.tree.map(lambda x: x[None], function(x[0]))
-  else:
-    y, scalars = jax.lax.map(function, x)
+  count, room = x.shape[0], max(1, CACHED // math.prod(x.shape[1:]))
+  together = next(k for k in range(min(room, count), 0, -1) if count % k == 0)
+  run = jax.vmap(function) if together > 1 else lambda one: jax.tree.map(lambda x: x[None], function(one[0]))
+  out = jax.lax.map(run, x.reshape(-1, together, *x.shape[1:]))
+  y, scalars = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
   return _parted(y, batches), scalars
 
 

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxagent.optim import names, stacks
-from jaxagent.optim.iterations import JORDAN, Quintic, newton_schulz, unit
+from jaxagent.optim.iterations import JORDAN, Quintic, newton_schulz
 from jaxagent.optim.labels import ADAM, MUON, Labels, MatrixSpec, arrangements, hidden_matrices
 from jaxagent.optim.metrics import MuonState, nothing_measured, spectrum, summary
 
@@ -154,7 +154,6 @@ def _orthogonalized(tree: Any, iterate: Iteration, scale: Scale, specs: Labels |
 
 
 def _one(iterate, x):
-  x = unit(x)
   y = iterate(x)
   return y, (spectrum(x), spectrum(y))
 

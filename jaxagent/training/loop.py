@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,12 +17,13 @@ import numpy as np
 
 from jaxagent.config import Config, Optimizer
 from jaxagent.envs.base import Tasks
-from jaxagent.methods import Method, Prepared, minibatches, plain, prepare, sft
+from jaxagent.methods import Method, Prepared, credit, minibatches, plain, prepare, sft, weigh
 from jaxagent.methods.objective import slot_parameters
 from jaxagent.rollout.batch import demonstrations_batch, to_rollouts
 from jaxagent.rollout.collect import collect
 from jaxagent.rollout.episode import Limits
 from jaxagent.rollout.packing import PackPlan, pack, unpack
+from jaxagent.rollout.truncation import truncate_backprop
 from jaxagent.sampling.engine import Engine
 from jaxagent.sampling.request import Sampling
 from jaxagent.training.annotate import Tools, annotate, with_columns
@@ -108,12 +110,34 @@ def check_method(config: Config, parts: Parts) -> None:
     provided |= {"routing", "router_probs", "experts"}
   if absent := sorted(parts.method.needs - provided):
     raise ValueError(f"the method reads {', '.join(absent)}, which this loop does not provide; choose another method")
+  truncation(config, parts)
   truncating = sampling_rules(config).truncates
   if truncating and any("logp_rollout" in names for names in _weights_read(parts.method)):
     raise ValueError(
       "the method corrects by logp_rollout, but rollout.top_k, top_p or min_p draw from a truncated distribution, where"
       " the correction is biased; sample the whole distribution, or correct by the column logp_sampled"
     )
+
+
+def truncation(config: Config, parts: Parts) -> Callable[[Rollouts], Rollouts] | None:
+  """`truncate_backprop` with the model's window, if `training.backprop_windows` asks for it."""
+  multiplier = config.training.backprop_windows
+  if multiplier is None:
+    return None
+  model, o = parts.policy.config, parts.method.objective
+  kinds = set(getattr(model, "kinds", ("full",)))
+  if kinds != {"prefix_sliding"}:
+    raise ValueError(
+      "training.backprop_windows cuts rollouts to the prefix and the last windows, but the model has"
+      f" {', '.join(sorted(kinds))} attention; set model.shape.attention to prefix_sliding, or leave it null"
+    )
+  early = {name for slot in (*parts.method.reward, *o.advantage) for name in slot_parameters(slot)}
+  if scored := sorted(early & {"logp_old", "logp_ref"}):
+    raise ValueError(
+      f"the method's advantages read {', '.join(scored)} of whole rollouts, but training.backprop_windows scores only"
+      " what is left of them; leave it null, or choose another method"
+    )
+  return partial(truncate_backprop, window=model.window, multiplier=multiplier, prefix=model.max_prefix)
 
 
 def _weights_read(method: Method) -> list[set[str]]:
@@ -157,7 +181,9 @@ class Update:
     chunk = config.training.logprob_chunk
     self.step = make_train_step(parts.policy, parts.method, parts.tx, mesh=parts.mesh, chunk=chunk)
     self.scorer = make_scorer(parts.policy, mesh=parts.mesh, chunk=chunk)
-    self.prepare = jax.jit(lambda rollouts, subset: prepare(parts.method, rollouts, minibatch=subset))
+    self.truncate = truncation(config, parts)
+    self.credit = jax.jit(lambda rollouts: credit(parts.method, rollouts))
+    self.weigh = jax.jit(lambda credited, subset: weigh(parts.method, credited, minibatch=subset))
     self.track = jax.jit(self._track, out_shardings=(replicated(parts.mesh), None))
 
   def _track(self, states: tuple[Any, ...], rollouts: Rollouts) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -165,36 +191,49 @@ class Update:
     after = [tracker.update(s, rollouts) for tracker, s in zip(self.parts.method.trackers, states)]
     return tuple(s for s, _ in after), {k: v for _, columns in after for k, v in columns.items()}
 
+  def credited(self, rollouts: Rollouts) -> Rollouts:
+    credit(self.parts.method, rollouts)  # concrete: values are checked here
+    return self.credit(rollouts)
+
   def __call__(self, state: RunState, rollouts: Rollouts, *, key, phases: Phases) -> tuple[RunState, dict[str, Any]]:
     """All updates on one batch; the metrics are means over them, the sampler's gap is that before the first."""
     if self.parts.method.trackers:
       trackers, columns = self.track(state.train.trackers, rollouts)
       state = dataclasses.replace(state, train=dataclasses.replace(state.train, trackers=trackers))
       rollouts = with_columns(rollouts, jax.device_get(columns))
-    several = updates_per_step(self.config) > 1
     with phases("score"):
-      needs = self.parts.method.needs
-      if several or "logp_old" in needs:
-        rollouts = dataclasses.replace(rollouts, logp_old=self.score(state.train.params, rollouts))
-      if "logp_ref" in needs:
-        rollouts = dataclasses.replace(rollouts, logp_ref=self.score(state.reference, rollouts, replay=False))
-    prepare(self.parts.method, rollouts)  # concrete: values are checked here
+      if self.truncate is None:
+        credited = self.credited(self.scored(state, rollouts))
+      else:  # advantages need whole rollouts, log-probs what is left of them
+        credited = self.scored(state, self.truncate(jax.device_get(self.credited(rollouts))))
+      weigh(self.parts.method, credited)  # concrete: values are checked here
     train, records = state.train, []
     with phases("update"):
-      for subset in self.subsets(rollouts, key):
-        batch, plan = self.pack(self.prepare(rollouts, subset))
+      for subset in self.subsets(credited, key):
+        prepared = self.weigh(credited, subset)
+        batch, plan = self.pack(prepared)
         train, metrics = self.step(train, batch, plan.microbatches)
-        records.append({**jax.device_get(metrics), "packing/efficiency": plan.efficiency})
+        own = {f"method/{name}": x for name, x in prepared.metrics.items()}
+        records.append({**jax.device_get({**metrics, **own}), "packing/efficiency": plan.efficiency})
         if records[-1]["nonfinite"]:
           break
     record = {k: float(np.mean([r[k] for r in records])) for k in records[0]}
     record["tokens"] = float(np.sum([r["tokens"] for r in records]))
     record["nonfinite"] = float(np.max([r["nonfinite"] for r in records]))
     first = {k: float(records[0][k]) for k in ("kl/rollout_train", "logp_gap/mean", "logp_gap/max")}
-    if rollouts.logp_old is not None:
-      mask = rollouts.mask & rollouts.valid[:, None]
-      first = {k: float(v) for k, v in sampler_gap(rollouts.logp_old, rollouts.logp_rollout, mask).items()}
+    if credited.logp_old is not None:
+      mask = credited.mask & credited.valid[:, None]
+      first = {k: float(v) for k, v in sampler_gap(credited.logp_old, credited.logp_rollout, mask).items()}
     return dataclasses.replace(state, train=train), {**record, **first}
+
+  def scored(self, state: RunState, rollouts: Rollouts) -> Rollouts:
+    """With the log-probs that the method's objective reads before the update."""
+    needs = self.parts.method.needs
+    if updates_per_step(self.config) > 1 or "logp_old" in needs:
+      rollouts = dataclasses.replace(rollouts, logp_old=self.score(state.train.params, rollouts))
+    if "logp_ref" in needs:
+      rollouts = dataclasses.replace(rollouts, logp_ref=self.score(state.reference, rollouts, replay=False))
+    return rollouts
 
   def subsets(self, rollouts: Rollouts, key) -> Iterator[Any]:
     """Logical rollouts of each update: `minibatches` disjoint parts in each of `epochs` passes; None is all of them."""

@@ -34,7 +34,7 @@ PARENTS = {  # preset: the one that it is a difference of; None: nothing to comp
   "gepo": "grpo", "spo_plus_plus": "grpo", "spo_muon": "spo_plus_plus",
   "teamgym": "grpo", "teamgym_per_agent": "teamgym",
   "think_only": "bws", "when2think": "think_only", "slimsearcher": "grpo", "otc": "grpo", "eapo": "grpo",
-  "search_agent": "grpo_kl",
+  "search_agent": "grpo_kl", "experience_funnel": "grpo",
 }  # fmt: skip
 TABLE = np.random.default_rng(0).normal(size=(T, tiny.V)).astype(np.float32)  # the policy: logits by position
 

@@ -24,6 +24,7 @@ def columns(rng, group):
     logp_privileged=rng.normal(size=(N, T)), first_error=rng.integers(0, T, N), tool_cost=rng.integers(0, 5, N),
     assertions_passed=rng.integers(-1, 40, N), potential=rng.random((N, S + 1)), reference_accuracy=rng.random(N),
     reference_tokens=rng.integers(10, 40, N), positive_weight=np.ones((N, T)), forced=np.zeros((N, T), bool),
+    selection=rng.choice(np.array([-1.0, 0, 0.5, 1]), N),
   )  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def prepared(method, spoil, wrap):
   r = rollouts(spoil)
   extra = {k: x for t in method.trackers for k, x in t.update(t.init(), r)[1].items()}
   p = wrap(functools.partial(prepare, method))(dataclasses.replace(r, columns={**r.columns, **extra}))
-  return p.advantage, p.weight, p.aggregate
+  return p.advantage, p.weight, p.aggregate, *p.metrics.values()
 
 
 @pytest.mark.parametrize("name", METHODS)

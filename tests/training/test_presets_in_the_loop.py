@@ -78,6 +78,7 @@ def facts(trajectory):
     "tool_cost": int(rng.integers(0, 5)), "assertions_passed": rng.integers(-1, 20), "reference_accuracy": rng.random(),
     "reference_tokens": float(rng.integers(2, 20)), "forced": np.arange(length) == first,
     "value": rng.normal(size=length), "bootstrap": 0.0,
+    "selection": np.random.default_rng([7, t.task, t.rollout]).choice([-1.0, -1.0, 0.0, 0.5, 1.0]),
   }  # fmt: skip
 
 
