@@ -35,7 +35,8 @@ CONFIGS = {
   "mixed": DecoderConfig(**DENSE | {"layers": 4} | PREFIX | {"attention": MIXED}, qk_norm=True, tied=False),
   "moe": DecoderConfig(**SIZES, **PREFIX, experts=4, experts_per_token=2, expert_width=16),
 }
-EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+CACHED = ["prefix", "mixed", "moe"]
+DECODED = pytest.mark.parametrize("config", [CONFIGS[name] for name in CACHED], ids=CACHED)
 REWIND = 2  # so that chunks of 3 are read from the cache and chunks of 7 from beside it
 
 
@@ -115,7 +116,7 @@ def full_states(config, tokens, prefix):
 # forward
 
 
-@EVERY
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_forward_equals_a_loop_over_layers_with_the_dense_mask(config):
   _, params, _, forward, _ = built(config)
   tokens, (segment, end) = tokens_of(), packed_rows()
@@ -125,28 +126,47 @@ def test_forward_equals_a_loop_over_layers_with_the_dense_mask(config):
   np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@functools.cache
+def trained():
+  """A policy with parameters and packed rows, a loss of its states, and the gradient and the states on one device."""
+  policy = decoder_policy(DecoderConfig(**DENSE | {"vocab_size": 48}, **PREFIX))
+  params = jax.jit(policy.init)(jax.random.key(0))
+  tokens, segment, end = (jnp.concatenate([x, x[::-1]]) for x in (tokens_of() % 48, *packed_rows()))
+  rows = (tokens, jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape), segment, end)
+  run = jax.jit(jax.grad(functools.partial(loss, states_of(policy)), has_aux=True))
+  return policy, params, rows, *run(params, *rows)
+
+
+def loss(states, params, *rows):
+  """Of what `states` gives for parameters and rows, with these as an extra."""
+  states = states(params, *rows)
+  return jnp.sum(jnp.where((rows[2] >= 0)[..., None], jnp.sin(states), 0)), states
+
+
+def states_of(policy):
+  return lambda params, *rows: policy.forward(params, *rows[:3], prefix_end=rows[3]).states
+
+
+def assert_gradients_close(got, want):
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    a, b = np.asarray(a), np.asarray(b)
+    assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)
+
+
 def test_gradients_equal_those_of_the_dense_mask():
-  config = CONFIGS["moe"]
-  policy, params, *_ = built(config)
-  tokens, (segment, end) = tokens_of(), packed_rows()
-  position = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-  weight = jnp.where((segment >= 0)[..., None], jax.random.normal(jax.random.key(3), (*tokens.shape, 24)), 0)
-
-  def loss(states):
-    return lambda params: jnp.sum(states(params) * weight)
-
-  ours = loss(lambda p: policy.forward(p, tokens, position, segment, prefix_end=end).states)
-  dense = loss(lambda p: dense_states(config, p, tokens, position, segment, end))
-  for got, want in zip(jax.tree.leaves(jax.jit(jax.grad(ours))(params)), jax.tree.leaves(jax.grad(dense)(params))):
-    np.testing.assert_allclose(got, want, atol=1e-5 * max(1, float(jnp.abs(want).max())))
+  policy, params, rows, gradient, _ = trained()
+  dense = functools.partial(loss, functools.partial(dense_states, policy.config))
+  assert_gradients_close(jax.grad(lambda p: dense(p, *rows)[0])(params), gradient)
 
 
 def test_a_window_of_the_row_is_full_attention_and_one_less_is_not():
-  tokens, none = tokens_of(), [0] * ROWS
-  want = full_states(DecoderConfig(**DENSE), tokens, none)
+  q, k, v = (jax.random.normal(jax.random.key(i), (ROWS, LENGTH, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+  segment = jnp.zeros((ROWS, LENGTH), jnp.int32)
+  want = packed.packed_attention(DecoderConfig(**DENSE), "full", segment, None)(q, k, v)
   for window, close in ((LENGTH, True), (LENGTH - 1, False)):
     config = DecoderConfig(**DENSE, attention="sliding", window=window)
-    assert (float(jnp.abs(full_states(config, tokens, none) - want).max()) < 1e-5) == close
+    got = packed.packed_attention(config, "sliding", segment, None)(q, k, v)
+    assert (float(jnp.abs(got - want).max()) < 1e-5) == close
 
 
 def test_long_rows_of_full_attention_go_by_blocks(monkeypatch):
@@ -228,7 +248,7 @@ CHUNKS = {
 
 
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
-@EVERY
+@DECODED
 def test_decoding_with_eviction_equals_the_full_forward(config, chunks):
   """Prefixes of W - 1, W, W + 1 and 3W tokens; the rows are used again, with other prefixes, without being cleared."""
   cache = built(config)[0].cache(ROWS, LENGTH)
@@ -238,7 +258,7 @@ def test_decoding_with_eviction_equals_the_full_forward(config, chunks):
     np.testing.assert_allclose(got, full_states(config, tokens, prefix), atol=1e-5)
 
 
-@EVERY
+@DECODED
 def test_rows_that_are_cut_back_have_lost_nothing(config):
   tokens, prefix = tokens_of(), [4, 5, 6, 15]
   for held in (7, 14, 21, 35):  # inside prefixes, and where everything slides
@@ -316,39 +336,27 @@ def test_only_layers_of_full_attention_grow():
 # meshes
 
 
-MESHES = {"data 8": {"data": 8}, "fsdp 2 tensor 4": {"data": 1, "fsdp": 2, "tensor": 4}}
-
-
-@functools.cache
-def one_device():
-  """A policy, its gradient and states, and what they are without a mesh."""
-  policy = decoder_policy(DecoderConfig(**DENSE | {"vocab_size": 48}, **PREFIX))
-  params = jax.jit(policy.init)(jax.random.key(0))
-  tokens, segment, end = (jnp.concatenate([x, x[::-1]]) for x in (tokens_of() % 48, *packed_rows()))
-  rows = (tokens, jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape), segment, end)
-
-  def program(policy):
-    def loss(params, tokens, position, segment, end):
-      states = policy.forward(params, tokens, position, segment, prefix_end=end).states
-      return jnp.sum(jnp.where((segment >= 0)[..., None], jnp.sin(states), 0)), states
-
-    return jax.grad(loss, has_aux=True)
-
-  return policy, params, rows, program, jax.jit(program(policy))(params, *rows)
-
-
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-def test_a_mesh_changes_nothing(sizes):
-  """Under `on_mesh` attention runs on each device for its rows and heads; two key heads serve four devices."""
-  policy, params, rows, program, (gradient, states) = one_device()
+def on_devices(sizes):
+  """The policy that knows the mesh, and parameters and rows on it."""
+  policy, params, rows, *_ = trained()
   mesh = make_mesh(run_config.Mesh(**sizes))
-  run = program(on_mesh(policy, mesh))
-  assert "shard_map" in str(jax.make_jaxpr(run)(params, *rows))
   placed = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
-  got = jax.jit(run)(shard_params(params, policy.axes, mesh=mesh), *placed)
-  np.testing.assert_allclose(got[1], states, atol=1e-5)
-  for ours, want in zip(jax.tree.leaves(got[0]), jax.tree.leaves(gradient)):
-    assert float(jnp.linalg.norm(jnp.asarray(np.asarray(ours)) - want)) < 1e-5 * float(jnp.linalg.norm(want))
+  return on_mesh(policy, mesh), shard_params(params, policy.axes, mesh=mesh), placed
+
+
+def test_rows_over_a_mesh_change_nothing():
+  policy, params, rows = on_devices({"data": 8})
+  np.testing.assert_allclose(jax.jit(states_of(policy))(params, *rows), trained()[-1], atol=1e-5)
+
+
+def test_heads_over_a_mesh_change_nothing():
+  """Attention runs on each device for its rows and heads; two key heads serve four devices."""
+  policy, params, rows = on_devices({"data": 1, "fsdp": 2, "tensor": 4})
+  run = jax.grad(functools.partial(loss, states_of(policy)), has_aux=True)
+  assert "shard_map" in str(jax.make_jaxpr(run)(params, *rows))
+  gradient, states = jax.jit(run)(params, *rows)
+  np.testing.assert_allclose(states, trained()[-1], atol=1e-5)
+  assert_gradients_close(gradient, trained()[-2])
 
 
 def test_rows_and_heads_that_do_not_divide_stay_whole():

@@ -13,13 +13,13 @@ from jaxagent.models.decoder import decoder_policy
 from jaxagent.sampling import Engine, Sampling
 
 W, ROOM, STEPS, CAPACITY = 6, 20, 5, 224
-SHAPE = {"vocab_size": 17, "width": 32, "heads": 4, "kv_heads": 2, "init_scale": 0.5}
+SHAPE = {"vocab_size": 17, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "init_scale": 0.5}
 PREFIX = {"attention": "prefix_sliding", "window": W, "max_prefix": ROOM}
-MIXED = ("full", "sliding", "prefix_sliding")
 CONFIGS = {
-  "dense": DecoderConfig(**SHAPE, **PREFIX, layers=2, mlp_width=48, qk_norm=True),
-  "moe": DecoderConfig(**SHAPE, **PREFIX, layers=2, experts=4, experts_per_token=2, expert_width=24),
-  "mixed": DecoderConfig(**SHAPE | PREFIX | {"attention": MIXED}, layers=3, mlp_width=48),
+  "dense": DecoderConfig(**SHAPE, **PREFIX, mlp_width=48, qk_norm=True),
+  "mixed moe": DecoderConfig(
+    **SHAPE | PREFIX | {"attention": ("full", "prefix_sliding")}, experts=4, experts_per_token=2, expert_width=24
+  ),
 }
 EVERY = pytest.mark.parametrize("name", CONFIGS)
 
@@ -113,7 +113,7 @@ def test_sessions_of_several_turns_that_take_rows_from_each_other(name):
     assert_scored(name, tokens, len(prompt), turns, 0.8)
 
 
-@pytest.mark.parametrize("name", ["dense", "mixed"])
+@EVERY
 def test_a_stop_string_cuts_a_row_back_and_the_session_goes_on(name):
   engine, cut = engine_of(name), 0
   for seed, prompt in enumerate(prompts_of(3, W, 2 * W, 3 * W)):
@@ -158,7 +158,7 @@ def test_memory_does_not_grow_with_the_capacity():
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
   held = sum(x.nbytes for x in jax.tree.leaves(engine_of("dense")._cache))
-  assert held == bytes_of("dense", 2) == bytes_of("dense", 10**7) < bytes_of("mixed", 10**4)
+  assert held == bytes_of("dense", 2) == bytes_of("dense", 10**7) < bytes_of("mixed moe", 10**4)
   assert held == 3 * (ROOM + W + STEPS) * 4 * (2 * 2 * 2 * 8 + 1)  # rows, slots, bytes, layers, k and v, heads, width
 
 
