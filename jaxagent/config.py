@@ -32,7 +32,6 @@ Positive = Annotated[float, Field(gt=0), "a number > 0"]
 NonNegative = Annotated[float, Field(ge=0), "a number >= 0"]
 Decay = Annotated[float, Field(ge=0, lt=1), "a number in [0, 1)"]
 Share = Annotated[float, Field(gt=0, le=1), "a number in (0, 1]"]
-AttentionKind = Literal["full", "sliding", "prefix_sliding"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +49,9 @@ class Model:
   path: str | None = None  # a Hugging Face folder, .gguf file, hub name, or package:NAME/FILE; null: `shape`
   tokenizer: str | None = None  # "bytes", or a folder with tokenizer.json; default: from `path`, else bytes
   tool_format: Literal["hermes", "qwen_xml", "plain"] = "plain"
-  shape: dict[str, Any] = field(default_factory=dict)  # fields of models.config.DecoderConfig
+  shape: dict[str, Any] = field(default_factory=dict)  # of models.config.DecoderConfig; beside a path: attention only
   dtype: Literal["float32", "bfloat16"] = "float32"  # of the compute; parameters, router, logits, softmax: float32
   remat: bool = False  # recompute each layer's activations in the backward pass
-  attention: AttentionKind | tuple[AttentionKind, ...] | None = None  # full, sliding, prefix_sliding, or one per layer
-  window: Natural = 0  # tokens, of layers that slide
-  max_prefix: Natural = 0  # tokens of the longest first prompt, which prefix_sliding layers keep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -337,8 +337,9 @@ def test_only_layers_of_full_attention_grow():
 
 
 def on_devices(sizes):
-  """The policy that knows the mesh, and parameters and rows on it."""
+  """The policy that knows the mesh, with recomputed activations too, and parameters and rows on it."""
   policy, params, rows, *_ = trained()
+  policy = decoder_policy(dataclasses.replace(policy.config, remat=True))
   mesh = make_mesh(run_config.Mesh(**sizes))
   placed = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
   return on_mesh(policy, mesh), shard_params(params, policy.axes, mesh=mesh), placed
@@ -567,13 +568,11 @@ def test_prefix_sliding_is_trained_from_a_model_that_saw_everything(tmp_path):
     _ = dataclasses.replace(FILES["mistral"], attention=("full", "sliding")).architecture
 
 
-def test_the_model_section_takes_attention(tmp_path):
+def test_yaml_and_the_command_line_say_it_too(tmp_path):
   file = tmp_path / "run.yaml"
-  file.write_text("model:\n  attention: [full, sliding]\n  window: 32\n")
-  model = run_config.load(file, ["--model.window", "64"]).model
-  assert (model.attention, model.window, model.max_prefix) == (("full", "sliding"), 64, 0)
-  named = run_config.load(None, ["--model.attention", "prefix_sliding", "--model.max_prefix", "9"]).model
-  assert (named.attention, named.max_prefix) == ("prefix_sliding", 9)
-  assert run_config.load(None, ["--model.attention", "[full, sliding]"]).model.attention == ("full", "sliding")
-  with pytest.raises(run_config.ConfigError, match=r"--model.attention must be one of full, sliding, prefix"):
-    run_config.load(None, ["--model.attention", "local"])
+  file.write_text("model:\n  shape: {attention: [full, sliding], window: 32}\n")
+  shape = run_config.load(file, ["--model.shape.window", "64"]).model.shape
+  assert DecoderConfig(**DENSE, **shape) == DecoderConfig(**DENSE, attention=("full", "sliding"), window=64)
+  named = ["--model.shape.attention", "prefix_sliding", "--model.shape.window=64", "--model.shape.max_prefix=9"]
+  config = DecoderConfig(**DENSE, **run_config.load(None, named).model.shape)
+  assert (config.kinds, config.window, config.max_prefix) == (("prefix_sliding",) * 2, 64, 9)
