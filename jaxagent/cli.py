@@ -1,6 +1,7 @@
 """The command line: `jaxagent train | eval | sample | config | export | rollouts`."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
@@ -60,9 +61,20 @@ def parser() -> argparse.ArgumentParser:
   return root
 
 
+def joined(words: Sequence[str]) -> list[str]:
+  """`--a.b -1` as `--a.b=-1`, which argparse does not take for another option."""
+  out: list[str] = []
+  for word in words:
+    if out and re.match(r"--[\w.]+$", out[-1]) and re.match(r"-\.?\d", word):
+      out[-1] += f"={word}"
+    else:
+      out.append(word)
+  return out
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command; a mistake of the user's is one line on stderr and exit code 2."""
-  args, rest = parser().parse_known_args(argv)
+  args, rest = parser().parse_known_args(joined(sys.argv[1:] if argv is None else argv))
   takes_overrides = args.command in ("train", "config", "eval")
   if rest and not (takes_overrides and all(not word.startswith("-") or word.startswith("--") for word in rest)):
     parser().error(f"unrecognized arguments: {' '.join(rest)}")

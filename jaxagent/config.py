@@ -181,6 +181,11 @@ def load(path: str | os.PathLike | None, overrides: Mapping[str, Any] | Sequence
   return _build(values, labels, where="" if path is None else f"{path}: ")
 
 
+def flat(config: Config) -> dict[str, Any]:
+  """Every key, dotted, with its value."""
+  return _flatten(dataclasses.asdict(config))
+
+
 def check(config: Config) -> Config:
   """`config` with every type and range checked, for one that was built in Python. Errors: ConfigError, one line."""
   return _build(_flatten(dataclasses.asdict(config)), {}, where="")

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import os
 import re
@@ -31,6 +32,7 @@ from jaxagent.training.interrupt import Interrupted
 from jaxagent.training.phases import OutOfMemory
 
 USER_ERRORS = (ValueError, OSError, CheckpointError, OutOfMemory, loop.NonFinite)
+LOCK = "lock"
 EVALUATION = 3  # stream of the run's key
 
 
@@ -47,21 +49,25 @@ def train(
   """Trains by `config` into its run folder and returns the final state.
 
   `method`, `env` and `tx` (any Optax chain) replace the sections of the config. The folder is `config.run.dir`, by
-  default `runs/<name>-<n>`; an explicit one that exists is a ValueError unless `resume`. SIGINT and SIGTERM save, then
-  raise KeyboardInterrupt.
+  default `runs/<name>-<n>`; an explicit one that holds a run is a ValueError unless `resume`, and so is one that
+  another process is in. SIGINT and SIGTERM save, then raise KeyboardInterrupt. `profile`: the step to trace.
   """
   set_compilation_cache(config)
   folder = existing(config, name) if resume else fresh(config, name)  # before the model is built
   parts = from_run(config, build(config, method=method, env=env, tx=tx))
   folder = folder if resume else claim(config, name)
   with contextlib.ExitStack() as stack:
+    stack.enter_context(alone(folder))
     checkpointer = stack.enter_context(
       Checkpointer(folder / "checkpoints", keep=config.run.checkpoint_keep, warn=display.warn)
     )
     start = newest(checkpointer, parts) if resume else None
     if start is not None and start >= config.run.steps:
       display.say(f"the run is finished: it has {start} steps; raise run.steps to go on")
-    (folder / "config.yaml").write_text(configuration.to_yaml(config))
+    first = (start or 0) + 1
+    if profile is not None and not first <= profile <= config.run.steps:
+      raise ValueError(f"there is no step {profile} to profile: those to come are {first}..{config.run.steps}")
+    write_whole(folder / "config.yaml", configuration.to_yaml(config))
     writer = stack.enter_context(contextlib.closing(writers(config, folder, after=start)))
     decode, warm_start = parts.chat.tokenizer.decode, config.sft.steps if start is None else None
     screen = stack.enter_context(
@@ -84,14 +90,43 @@ def train(
 
 
 def fresh(config: Config, name: str) -> epath.Path:
-  """A folder for a new run; ValueError if the one asked for exists."""
+  """A folder for a new run; ValueError if the one asked for holds a run, or anything else."""
   if config.run.dir is not None:
     folder = epath.Path(config.run.dir)
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and begun(folder):
       raise ValueError(f"run.dir {folder} exists; choose another, or continue it with --resume {folder}")
     return folder
   taken = [n for n, _ in numbered(name)]
   return epath.Path("runs") / f"{name}-{max(taken, default=0) + 1}"
+
+
+def begun(folder: epath.Path) -> bool:
+  """Whether it holds more than what a run that failed before its first record has left."""
+  if not (folder / "config.yaml").exists():
+    return any(path.name != LOCK for path in folder.iterdir())
+  metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+  return (metrics.exists() and metrics.stat().length > 0) or (checkpoints.exists() and any(checkpoints.iterdir()))
+
+
+@contextlib.contextmanager
+def alone(folder: epath.Path):
+  """Keeps other processes of this machine out of a run's folder; a remote one is not locked."""
+  if "://" in str(folder):
+    yield
+    return
+  with open(folder / LOCK, "w") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise ValueError(f"another run is in {folder}; wait for its end, or choose another run.dir") from None
+    yield
+
+
+def write_whole(path: epath.Path, text: str) -> None:
+  """The old content or the new, whatever happens in between."""
+  beside = path.with_name(f"{path.name}.new")
+  beside.write_text(text)
+  beside.replace(path)
 
 
 def claim(config: Config, name: str) -> epath.Path:
@@ -227,12 +262,29 @@ def train_command(args: argparse.Namespace, rest: list[str]) -> int:
   if args.resume:
     overrides += ["--run.dir", args.resume]
   config = configuration.load(args.config, overrides)
+  if args.resume is not None:
+    check_same(config, existing(config, name), rest, args.config)
   try:
     train(config, name=name, resume=args.resume is not None, profile=args.profile)
   except Interrupted as signal:
     print(f"stopped by {signal}; continue with --resume", file=sys.stderr)
     return 128 + (15 if str(signal) == "SIGTERM" else 2)
   return 0
+
+
+def check_same(config: Config, folder: epath.Path, rest: list[str], path: str) -> None:
+  """ValueError where a run to be resumed had another setting, but for what the command line says, and what is not of
+  the training itself."""
+  own = configuration.flat(configuration.load(folder / "config.yaml"))
+  said = tuple(configuration.parse_overrides(rest))
+  for key, value in configuration.flat(config).items():
+    free = key.startswith(("run.", "evaluation.", "tracking."))
+    chosen = any(name == key or name.startswith(f"{key}.") for name in said)
+    if value != own[key] and not free and not chosen:
+      raise ValueError(
+        f"{folder} was run with {key} {own[key]!r}, but {path} says {value!r}; resume with {folder / 'config.yaml'} in"
+        f" its place, or choose by --{key}"
+      )
 
 
 def eval_command(args: argparse.Namespace, rest: list[str]) -> int:

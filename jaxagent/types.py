@@ -195,17 +195,25 @@ class Trajectory:
 
 
 def check(rollouts: Rollouts) -> Rollouts:
-  """Returns `rollouts` if its shapes agree, and its values where they are concrete; a ValueError names the column."""
+  """Returns `rollouts` if its shapes and kinds agree, and its values where they are concrete.
+
+  A ValueError names the column.
+  """
   n, t = np.shape(rollouts.tokens)
   for field in dataclasses.fields(Rollouts):
     value = getattr(rollouts, field.name)
     if field.name == "columns":
       for name, column in value.items():
+        if name in _FIELDS:
+          raise ValueError(f"columns holds {name!r}, which is a field of Rollouts: put it there, or rename it")
         _require(np.shape(column)[:1] == (n,), f"columns[{name!r}]", f"leading axis {n}", np.shape(column))
     elif value is not None:
       per_token = field.name in PER_TOKEN
       want = (n, t) if per_token else (n,)
       _require(np.shape(value)[: len(want)] == want, field.name, f"leading axes {want}", np.shape(value))
+      kinds, words = _KINDS.get(field.name, ("iufb", "numbers"))
+      kind = np.dtype(getattr(value, "dtype", None) or np.asarray(value).dtype)
+      _require(kind.kind in kinds or kind.kind == "V", field.name, words, kind)
   if not isinstance(rollouts.group, Tracer):
     for name in ("group", "rollout"):
       ids = np.asarray(getattr(rollouts, name))
@@ -219,6 +227,11 @@ def check(rollouts: Rollouts) -> Rollouts:
   return rollouts
 
 
+_FIELDS = frozenset(f.name for f in dataclasses.fields(Rollouts))
+_KINDS = {name: ("b", "dtype bool") for name in ("mask", "valid", "truncated")} | {
+  name: ("iu", "integers")
+  for name in ("tokens", "position", "turn", "length", "prefix_length", "rollout", "agent", "group", "env", "task")
+}
 PER_TOKEN = (
   "tokens", "position", "mask", "turn", "logp_rollout", "version", "logp_old", "logp_ref", "entropy", "value",
   "routing",

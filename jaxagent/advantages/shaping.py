@@ -113,6 +113,9 @@ def attenuate_by_entropy(
   may be `[N]` or `[N, T]`, any base. Thresholds are numbers or one per row.
   Source: Cheng et al. 2026, arXiv 2607.16850 (GEPO), equation 7; alpha_high < alpha_low, both of a re-implementation.
   """
+  for name, alpha in (("alpha_low", alpha_low), ("alpha_high", alpha_high)):
+    if not 0 <= alpha <= 1:
+      raise ValueError(f"{name} must lie in [0, 1], got {alpha}")
   positive, negative, advantage = _regimes(advantage, group_entropy, entropy_low, entropy_high)
   return advantage * jnp.where(positive, alpha_low, jnp.where(negative, alpha_high, 1.0))
 

@@ -61,7 +61,10 @@ def resolve(env: Env) -> Tasks:
 
 def _call(make: Callable[..., Any], env: Env) -> Any:
   _check_options(make, env)
-  return make(**env.options)
+  try:
+    return make(**env.options)
+  except TypeError as error:
+    raise ValueError(f"env.options of {env.name}: {error}") from error
 
 
 def _check_options(make: Callable[..., Any], env: Env) -> None:

@@ -44,6 +44,8 @@ def constant(keep: Bool[Array, "N T"], rollout: Int[Array, "N"], *, max_tokens: 
 
   Source: Liu et al. 2025, arXiv 2503.20783 (Dr. GRPO).
   """
+  if not max_tokens > 0:
+    raise ValueError(f"max_tokens must be positive, got {max_tokens}")
   return sequence_sum(keep, rollout) / max_tokens
 
 

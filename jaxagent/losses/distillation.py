@@ -130,7 +130,9 @@ def sampled_student_kl(
   """
   check_shapes(logp=(logp, "*B"), logp_teacher=(logp_teacher, "*B"))
   d = jnp.asarray(logp, jnp.float32) - jax.lax.stop_gradient(jnp.asarray(logp_teacher, jnp.float32))
-  d = jnp.minimum(d, limit)
+  if not 0 < limit <= 80:
+    raise ValueError(f"limit must lie in (0, 80] nats, got {limit}")
+  d = jnp.clip(d, -80.0, limit)
   return jnp.exp(d) * d - jnp.expm1(d)
 
 

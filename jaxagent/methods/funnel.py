@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxagent.advantages import group_relative
+from jaxagent.checks import check_range
 from jaxagent.losses import (
   distillation_weights,
   mean_one_attribution,
@@ -28,6 +29,7 @@ def state_free_relative(
   rollout: Int[Array, "N"],
 ) -> Float[Array, "N"]:
   """`group_relative` among the rows without the state (selection below 0), 0 for those with it."""
+  check_range("selection", selection, -1, float("inf"), where=valid)
   return group_relative(reward, group, valid=valid & (selection < 0), rollout=rollout)
 
 
@@ -61,7 +63,7 @@ def distilled_kl(
   logp: Float[Array, "B T"], logp_privileged: Float[Array, "B T"], distilled: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
   """`sampled_student_kl` times the column of `distillation`."""
-  chosen = distilled > 0
+  chosen = ~(distilled == 0)  # NaN is not left out
   gap = jnp.where(chosen, logp_privileged, logp)
   return jnp.where(chosen, distilled * sampled_student_kl(logp, gap), 0.0)
 
@@ -70,7 +72,8 @@ def experience_funnel(coefficient: Coefficient = 1.0, annotator: Annotator = SEL
   """arXiv 2609.08919: GRPO on the rollouts without the state, and distillation of selected ones that had it.
 
   A batch holds both kinds. `selection [N]`: -1 without the state, else `losses.selection_weight` of the row's three
-  rollouts. A row with the state stands under the prompt without it: `rollout.restate.with_prefix`.
+  rollouts. A row with the state stands under the prompt without it: `rollout.restate.with_prefix`. The others have both
+  columns too; their `logp_privileged` may hold anything.
   `logp_privileged [N, T]`: the teacher's log-probs (nats) of its tokens, which the teacher sampled seeing the state;
   for the frozen policy itself these are the row's `logp_rollout`. `coefficient` is the distillation's weight beside 1
   for GRPO. Gates, edits of the state and what remains of it belong to the loop around: `losses.accept_state`,

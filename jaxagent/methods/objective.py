@@ -6,6 +6,7 @@ A slot takes any function of arrays. Each parameter of it whose name is a column
 parameters are hyper-parameters and have defaults (change them with `functools.partial`). Building a record checks it.
 """
 
+import collections
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -26,6 +27,8 @@ TOKEN_COLUMNS = tuple(f.name for f in dataclasses.fields(TokenBatch) if f.name !
 # of the parameters being differentiated; all but `logp` are computed iff a slot names them, the last two by a mixture:
 # router_probs [B, T, L, E], and the experts [B, T, L, K] that processed the token
 SCORE_COLUMNS = ("logp", "entropy", "router_probs", "experts")
+# names that nobody else may provide
+MADE = {*STAGE_COLUMNS, *TOKEN_COLUMNS, *SCORE_COLUMNS, "columns"} - set(ROLLOUT_COLUMNS)
 OPTIONAL_PASSES = ("logp_old", "logp_ref", "value", "routing", "bootstrap", "version")
 
 
@@ -90,16 +93,19 @@ class Method:
   reward: tuple[Slot, ...] = ()  # each returns reward [N] or turn_reward [N, S]; later ones see the result so far
   annotators: tuple[Annotator, ...] = ()
   trackers: tuple[Tracker, ...] = ()
-  # for the record only: each returns a number, or numbers by name, of the whole batch from what `aggregate` reads
+  # for the record only: each returns a number, or numbers by name, from the batch and its `advantage`
   metrics: tuple[tuple[str, Slot], ...] = ()
 
   def __post_init__(self):
     o, extra = self.objective, self.columns
-    if taken := sorted({*STAGE_COLUMNS, "aggregate"} & set(extra)):
-      raise ValueError(f"an annotator or tracker provides {taken[0]!r}, which the method itself makes; rename it")
+    if taken := sorted(MADE & set(extra)):
+      raise ValueError(f"an annotator or tracker provides {taken[0]!r}, which is made from the batch; rename it")
+    check_once("the annotators and trackers provide", extra)
+    check_once("Objective.columns names", [name for name, _ in o.columns])
+    check_once("Method.metrics names", [name for name, _ in self.metrics])
     whole = (*ROLLOUT_COLUMNS, *STAGE_COLUMNS, *extra)
     for _, slot in self.metrics:
-      check_slot(slot, whole)
+      check_slot(slot, (*ROLLOUT_COLUMNS, "advantage", *extra))
     for slot in (*self.reward, *o.advantage, *o.weight, *o.keep, o.aggregate):
       check_slot(slot, whole)
     late = (*TOKEN_COLUMNS, *SCORE_COLUMNS, *extra)
@@ -131,6 +137,12 @@ def slot_parameters(slot: Slot) -> dict[str, inspect.Parameter]:
   """Parameters of a slot that are still free: what `functools.partial` has bound by keyword is a hyper-parameter."""
   bound = getattr(slot, "keywords", {})
   return {k: p for k, p in inspect.signature(slot).parameters.items() if k not in bound}
+
+
+def check_once(where: str, names) -> None:
+  twice = sorted(name for name, count in collections.Counter(names).items() if count > 1)
+  if twice:
+    raise ValueError(f"{where} {twice[0]!r} twice; one would hide the other")
 
 
 def check_slot(slot: Slot, columns: tuple[str, ...]) -> None:

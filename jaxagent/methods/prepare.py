@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxagent.checks import concrete
+from jaxagent.checks import check_shapes, concrete
 from jaxagent.methods.objective import Method, Slot, slot_parameters
 from jaxagent.types import Rollouts, check, pytree
 
@@ -19,10 +19,9 @@ FLOATS = ("logp_rollout", "logp_old", "logp_ref", "entropy", "value")  # per-tok
 
 @pytree
 class Prepared:
-  """Rollouts with what one optimizer update trains on; all but `rollouts` and `metrics` is `[N, T]`.
+  """Rollouts with what one optimizer update trains on; all but `rollouts` is `[N, T]`.
 
   `keep` is mask, valid, the objective's keeps and the minibatch, and-ed. Float columns are 0 where it is False.
-  `metrics` are numbers of the whole batch, those of `Method.metrics`.
   """
 
   rollouts: Rollouts
@@ -30,7 +29,6 @@ class Prepared:
   weight: Float[Array, "N T"]
   keep: Bool[Array, "N T"]
   aggregate: Float[Array, "N T"]
-  metrics: dict[str, Float[Array, ""]] = dataclasses.field(default_factory=dict)
 
 
 def prepare(method: Method, rollouts: Rollouts, *, minibatch: Bool[Array, "N"] | None = None) -> Prepared:
@@ -39,31 +37,36 @@ def prepare(method: Method, rollouts: Rollouts, *, minibatch: Bool[Array, "N"] |
   Jittable with `method` closed over; values are checked only on concrete arrays. A ValueError names a column that a
   slot reads and the batch lacks, rows to be trained at temperature 0, and a batch in which the policy sampled nothing.
   """
-  return weigh(method, credit(method, rollouts), minibatch=minibatch)
+  return weigh(method, credit(method, rollouts)[0], minibatch=minibatch)
 
 
-def credit(method: Method, rollouts: Rollouts) -> Rollouts:
-  """The batch with its rewards shaped and with a column `advantage` `[N, T]`, 0 where the policy did not sample.
+def credit(method: Method, rollouts: Rollouts) -> tuple[Rollouts, dict[str, Float[Array, ""]]]:
+  """The batch with its rewards shaped and a column `advantage` `[N, T]`, 0 where the policy did not sample; and
+  the numbers of `Method.metrics`.
 
   The stage that must see rollouts whole: what is cut from them afterwards takes its advantages along. Errors as in
-  `prepare`.
+  `prepare`, and for a batch that has been through it.
   """
+  if ADVANTAGE in rollouts.columns:
+    raise ValueError("the batch has a column 'advantage' already; credit takes rollouts as they were collected")
   _check_trainable(check(rollouts))
   rollouts = _shaped(method, _clean(rollouts))
-  mask = rollouts.mask
-  advantage = _advantage(method.objective.advantage, {**as_columns(rollouts), "keep": mask})
+  mask, columns = rollouts.mask, as_columns(rollouts)
+  advantage = _advantage(method.objective.advantage, {**columns, "keep": mask})
   advantage = jnp.where(mask, _lift(advantage, mask), 0.0)
-  return dataclasses.replace(rollouts, columns={**rollouts.columns, ADVANTAGE: advantage})
+  metrics = _metrics(method, {**columns, "advantage": advantage})
+  return dataclasses.replace(rollouts, columns={**rollouts.columns, ADVANTAGE: advantage}), metrics
 
 
 def weigh(method: Method, credited: Rollouts, *, minibatch: Bool[Array, "N"] | None = None) -> Prepared:
-  """Keeps and weights of a `credit`-ed batch, then token weights, own columns and metrics on the `minibatch`.
+  """Keeps and weights of a `credit`-ed batch, then token weights and own columns on the `minibatch`.
 
   `minibatch[i]` says whether logical rollout i is in this update (None: all are).
   """
   if ADVANTAGE not in credited.columns:
     raise ValueError("weigh takes a batch with advantages; pass it through credit first, or call prepare")
   _check_trainable(check(credited))
+  check_shapes(rollout=(credited.rollout, "N"), minibatch=(minibatch, "N"))
   o, rollouts = method.objective, _clean(credited)
   advantage = rollouts.columns[ADVANTAGE]
   rollouts = dataclasses.replace(rollouts, columns={k: x for k, x in rollouts.columns.items() if k != ADVANTAGE})
@@ -71,19 +74,18 @@ def weigh(method: Method, credited: Rollouts, *, minibatch: Bool[Array, "N"] | N
   columns = {**as_columns(rollouts), "advantage": advantage}
   keep = mask
   for slot in o.keep:
-    keep &= _lift(call(slot, {**columns, "keep": keep}), mask)
+    keep = keep & _lift(call(slot, {**columns, "keep": keep}), mask)
   weight = jnp.ones(mask.shape, jnp.float32)
   for slot in o.weight:
-    weight *= _lift(call(slot, {**columns, "keep": keep}), mask)
+    weight = weight * _lift(call(slot, {**columns, "keep": keep}), mask)
   if minibatch is not None:
-    keep &= minibatch[rollouts.rollout][:, None]
+    keep = keep & jnp.asarray(minibatch, bool)[rollouts.rollout][:, None]
   columns |= {"keep": keep}
   aggregate = _lift(call(o.aggregate, columns), mask)
   own = {name: call(slot, {**columns, "aggregate": aggregate}) for name, slot in o.columns}
-  metrics = _metrics(method, columns)
   rollouts = dataclasses.replace(rollouts, columns={**rollouts.columns, **own})
   kept = [jnp.where(keep, x, 0.0) for x in (advantage, weight, aggregate)]
-  return Prepared(_zeroed(rollouts, keep), kept[0], kept[1], keep, kept[2], metrics)
+  return Prepared(_zeroed(rollouts, keep), kept[0], kept[1], keep, kept[2])
 
 
 def plain(rollouts: Rollouts) -> Prepared:
@@ -95,6 +97,8 @@ def plain(rollouts: Rollouts) -> Prepared:
 
 def minibatches(rollouts: Rollouts, count: int, *, key: Array) -> Bool[Array, "K N"]:
   """A random partition of the valid logical rollouts into `count` masks for `prepare`; sizes differ by at most 1."""
+  if count < 1:
+    raise ValueError(f"minibatches: count must be at least 1, got {count}")
   n = rollouts.rollout.shape[0]
   present = jnp.zeros(n, bool).at[rollouts.rollout].max(rollouts.valid & (rollouts.length > 0))
   order = jnp.argsort(jnp.where(present, jax.random.uniform(key, (n,)), 2.0))

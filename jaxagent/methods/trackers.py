@@ -56,6 +56,10 @@ class RateTracker:
   rho: float = 0.875
   columns: ClassVar[tuple[str, ...]] = ("baseline",)
 
+  def __post_init__(self):
+    if not isinstance(self.tasks, int) or self.tasks < 1:
+      raise ValueError(f"tasks must be the number of prompts, at least 1, got {self.tasks!r}")
+
   def init(self) -> PromptRates:
     zero = jnp.zeros(self.tasks, jnp.float32)
     return prompt_rates(zero, zero) if self.initial is None else self.initial

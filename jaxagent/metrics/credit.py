@@ -50,7 +50,7 @@ def split_shares(
     mask=(mask, "N T"), outcome=(outcome, "N"), group=(group, "N"), first_error=(first_error, "N"),
     valid=(valid, "N"), truncated=(truncated, "N"),
   )["N"]  # fmt: skip
-  check_ids("group", group, n)
+  check_ids("group", group, n, where=valid)
   failed = jnp.asarray(valid, bool) & ~(jnp.asarray(outcome) == 1)
   error = jnp.where(jnp.asarray(truncated, bool), 0, jnp.asarray(first_error))
   groups = [jax.ops.segment_max(x.astype(int), jnp.asarray(group), n) > 0 for x in (failed & (error < 0), failed)]

@@ -12,8 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxagent.models.config import Attention, DecoderConfig
 from jaxagent.models.layers import attention, packed_mask
 from pallas_kernels.prefix_sliding import prefix_sliding_attention
+from pallas_kernels.prefix_sliding.mask import dense_mask
 
-DENSE = 1024  # tokens: full attention to longer rows goes by blocks; on a CPU twice as fast there, in linear memory
+# tokens: attention to longer rows goes by blocks; on a CPU twice as fast there, in linear memory
+DENSE = {"full": 1024, "sliding": 192, "prefix_sliding": 192}
 ROW_AXES = ("data", "fsdp")
 HEAD_AXES = ("tensor",)
 
@@ -22,10 +24,11 @@ def packed_attention(
   config: DecoderConfig, kind: Attention, segment: Int[Array, "B T"], prefix_end: Int[Array, "B T"] | None
 ) -> Callable[[Array, Array, Array], Float[Array, "B T H*d"]]:
   """attend(q [B, T, H, d], k, v [B, T, K, d]) of the layers of one kind; padding reads zeros."""
-  if kind == "full" and segment.shape[1] <= DENSE:
-    return functools.partial(_dense, config, packed_mask(segment), (segment >= 0)[..., None])
   window = None if kind == "full" else config.window
   prefix = prefix_end if kind == "prefix_sliding" else jnp.zeros_like(segment)
+  if segment.shape[1] <= DENSE[kind]:
+    mask = packed_mask(segment) if window is None else dense_mask(segment, prefix, window)
+    return functools.partial(_dense, config, mask, (segment >= 0)[..., None])
   return functools.partial(_by_blocks, config, window, segment, prefix)
 
 

@@ -13,7 +13,8 @@ def with_prefix(trajectory: Trajectory, prefix: Sequence[int]) -> Trajectory:
 
   Its column `logp_privileged` (nats, per token) holds the log-probs under the old prompt, of the policy that sampled;
   `logp_rollout` keeps them too, so that the gap to the trainer's is what the prompts differ by. Recorded experts belong
-  to the old prompt and count as not recorded. Columns per token move with their tokens; new ones get 0.
+  to the old prompt and count as not recorded. Columns per token move with their tokens, new ones get 0; numbers
+  that mean a place in the row are not changed.
   ValueError: a trajectory without a prompt, or still running, and an empty `prefix`.
   """
   old, new = trajectory.prefix_length, len(prefix)
@@ -22,6 +23,9 @@ def with_prefix(trajectory: Trajectory, prefix: Sequence[int]) -> Trajectory:
       f"with_prefix takes a finished rollout with a first prompt, got status {trajectory.status!r} and a prompt of"
       f" {old} tokens"
     )
+  ids = np.asarray(prefix)
+  if ids.ndim != 1 or (new and (ids.dtype.kind not in "iu" or ids.min() < 0)):
+    raise ValueError(f"with_prefix: the new prefix must be token ids, got {prefix!r}")
   if not new:
     raise ValueError("with_prefix needs at least one token in the new prefix: the first action is predicted from it")
   length = len(trajectory.tokens)

@@ -1,10 +1,13 @@
 """From a configuration to what a run is made of: policy, chat, tasks, method, optimizer, mesh, engine."""
 
 import dataclasses
+import json
+import typing
 from typing import Any
 
 import jax
 import optax
+import pydantic
 
 from jaxagent.config import Config
 from jaxagent.envs.base import Tasks
@@ -20,6 +23,8 @@ from jaxagent.models.tokenizer import byte_tokenizer, load_tokenizer
 from jaxagent.sampling.engine import Engine
 from jaxagent.training.optimizer import make_optimizer
 from jaxagent.training.sharding import check_rows, make_mesh, param_shardings
+
+ATTENTION = ("attention", "window", "max_prefix")  # of model.shape: what weights do not depend on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +66,16 @@ def build_model(config: Config) -> tuple[Policy, Any, Chat]:
   """Policy, parameters and chat: loaded from `model.path`, or initialised from `model.shape` and the run's seed."""
   model = config.model
   if model.path is not None:
-    if model.shape:
-      raise ValueError(f"model.shape is for a new model, but model.path {model.path!r} brings its own; drop one")
-    loaded = load(model.path, dtype=model.dtype, remat=model.remat, tokenizer=model.tokenizer)
+    if own := sorted(set(model.shape) - set(ATTENTION)):
+      raise ValueError(
+        f"model.shape.{own[0]} is for a new model, but model.path {model.path!r} brings its own shape; beside a path"
+        f" model.shape takes {', '.join(ATTENTION)}"
+      )
+    loaded = load(model.path, dtype=model.dtype, remat=model.remat, tokenizer=model.tokenizer, **model.shape)
     chat = Chat(loaded.tokenizer, loaded.chat_template, model.tool_format)
     return decoder_policy(loaded.config), loaded.params, chat
   tokenizer = byte_tokenizer() if model.tokenizer in (None, "bytes") else load_tokenizer(model.tokenizer)
-  known = {f.name for f in dataclasses.fields(DecoderConfig)} - {"dtype", "remat"}
-  if unknown := set(model.shape) - known:
-    raise ValueError(f"model.shape has no key {sorted(unknown)[0]!r}; it takes {', '.join(sorted(known))}")
+  check_shape(model.shape)
   shape = {"vocab_size": tokenizer.vocab_size, **model.shape}
   if shape["vocab_size"] < tokenizer.vocab_size:
     raise ValueError(
@@ -78,6 +84,23 @@ def build_model(config: Config) -> tuple[Policy, Any, Chat]:
   policy = decoder_policy(DecoderConfig(**shape, dtype=model.dtype, remat=model.remat))
   params = jax.jit(policy.init)(jax.random.fold_in(jax.random.key(config.seed), 0))
   return policy, params, Chat(tokenizer, tool_format=model.tool_format)
+
+
+def check_shape(shape: dict[str, Any]) -> None:
+  """ValueError for a key of `model.shape` that is unknown, missing or of another type."""
+  fields = {f.name: f for f in dataclasses.fields(DecoderConfig) if f.name not in ("dtype", "remat")}
+  if unknown := sorted(set(shape) - set(fields)):
+    raise ValueError(f"model.shape has no key {unknown[0]!r}; it takes {', '.join(sorted(fields))}")
+  needed = [k for k, f in fields.items() if f.default is dataclasses.MISSING and k != "vocab_size"]
+  if lacking := [k for k in needed if k not in shape]:
+    raise ValueError(f"model.shape needs {', '.join(lacking)}; or give model.path, a model that has them")
+  hints = typing.get_type_hints(DecoderConfig)
+  for key, value in shape.items():
+    try:
+      pydantic.TypeAdapter(hints[key]).validate_json(json.dumps(value), strict=True)
+    except pydantic.ValidationError:
+      kind = str(fields[key].type).removeprefix("<class '").removesuffix("'>")
+      raise ValueError(f"model.shape.{key} must be of type {kind}, got {value!r}") from None
 
 
 def build_method(config: Config) -> Method:
@@ -96,8 +119,8 @@ def build_method(config: Config) -> Method:
     return found
   try:
     made = found(**options)
-  except TypeError as error:
-    raise ValueError(f"method.options: {error}") from error
+  except (TypeError, AttributeError) as error:
+    raise ValueError(f"method.options of {name}: {error}") from error
   if not isinstance(made, Method):
     raise ValueError(f"method.name {name} gave a {type(made).__name__}, not a jaxagent.methods.Method")
   return made

@@ -191,30 +191,30 @@ class Update:
     after = [tracker.update(s, rollouts) for tracker, s in zip(self.parts.method.trackers, states)]
     return tuple(s for s, _ in after), {k: v for _, columns in after for k, v in columns.items()}
 
-  def credited(self, rollouts: Rollouts) -> Rollouts:
+  def credited(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, Any]]:
     credit(self.parts.method, rollouts)  # concrete: values are checked here
     return self.credit(rollouts)
 
   def __call__(self, state: RunState, rollouts: Rollouts, *, key, phases: Phases) -> tuple[RunState, dict[str, Any]]:
     """All updates on one batch; the metrics are means over them, the sampler's gap is that before the first."""
     if self.parts.method.trackers:
+      self._track(state.train.trackers, rollouts)  # concrete: values are checked here
       trackers, columns = self.track(state.train.trackers, rollouts)
       state = dataclasses.replace(state, train=dataclasses.replace(state.train, trackers=trackers))
       rollouts = with_columns(rollouts, jax.device_get(columns))
     with phases("score"):
       if self.truncate is None:
-        credited = self.credited(self.scored(state, rollouts))
+        credited, own = self.credited(self.scored(state, rollouts))
       else:  # advantages need whole rollouts, log-probs what is left of them
-        credited = self.scored(state, self.truncate(jax.device_get(self.credited(rollouts))))
+        credited, own = jax.device_get(self.credited(rollouts))
+        credited = self.scored(state, self.truncate(credited))
       weigh(self.parts.method, credited)  # concrete: values are checked here
     train, records = state.train, []
     with phases("update"):
       for subset in self.subsets(credited, key):
-        prepared = self.weigh(credited, subset)
-        batch, plan = self.pack(prepared)
+        batch, plan = self.pack(self.weigh(credited, subset))
         train, metrics = self.step(train, batch, plan.microbatches)
-        own = {f"method/{name}": x for name, x in prepared.metrics.items()}
-        records.append({**jax.device_get({**metrics, **own}), "packing/efficiency": plan.efficiency})
+        records.append({**jax.device_get(metrics), "packing/efficiency": plan.efficiency})
         if records[-1]["nonfinite"]:
           break
     record = {k: float(np.mean([r[k] for r in records])) for k in records[0]}
@@ -224,12 +224,14 @@ class Update:
     if credited.logp_old is not None:
       mask = credited.mask & credited.valid[:, None]
       first = {k: float(v) for k, v in sampler_gap(credited.logp_old, credited.logp_rollout, mask).items()}
-    return dataclasses.replace(state, train=train), {**record, **first}
+    own = {f"method/{name}": float(x) for name, x in own.items()}
+    return dataclasses.replace(state, train=train), {**record, **first, **own}
 
   def scored(self, state: RunState, rollouts: Rollouts) -> Rollouts:
     """With the log-probs that the method's objective reads before the update."""
-    needs = self.parts.method.needs
-    if updates_per_step(self.config) > 1 or "logp_old" in needs:
+    given = self.parts.method.columns
+    needs = self.parts.method.needs - set(given)
+    if "logp_old" not in given and (updates_per_step(self.config) > 1 or "logp_old" in needs):
       rollouts = dataclasses.replace(rollouts, logp_old=self.score(state.train.params, rollouts))
     if "logp_ref" in needs:
       rollouts = dataclasses.replace(rollouts, logp_ref=self.score(state.reference, rollouts, replay=False))

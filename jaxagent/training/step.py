@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Int
 
 from jaxagent.methods.objective import Method
-from jaxagent.models.policy import Policy
+from jaxagent.models.policy import Policy, on_mesh
 from jaxagent.optim import muon_metrics
 from jaxagent.training.loss import Tally, loss
 from jaxagent.training.scoring import Column, score
@@ -94,6 +94,7 @@ def make_train_step(
   kl/ref (with logp_ref), tokens, nonfinite; with Muon in `tx`, muon/* (`optim.muon_metrics`). The log-probs are those
   before the update.
   """
+  policy = on_mesh(policy, mesh)
   shapes = jax.eval_shape(policy.init, jax.random.key(0))
   shardings = state_shardings(policy, method, tx, shapes, mesh=mesh, rules=rules)
 
@@ -128,6 +129,7 @@ def make_scorer(
 
   For the passes that give `logp_old` and `logp_ref`; `rollout.packing.unpack` brings them back to `[N, T]`.
   """
+  policy = on_mesh(policy, mesh)
   shapes = jax.eval_shape(policy.init, jax.random.key(0))
 
   def scorer(params, tokens: TokenBatch, n: int):

@@ -1,7 +1,6 @@
 """No preset looks at the columns of an invalid row, nor at a per-turn column off the row's turns: eagerly or jitted."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from numpy.testing import assert_allclose
 from ragged import N, S, T, ragged
 
-from jaxagent.methods import PRESETS, Method, prepare
+from jaxagent.methods import PRESETS, Method, credit, prepare
 from jaxagent.types import Rollouts
 
 OPTIONS = {"spo_plus_plus": {"tasks": N}, "spo_muon": {"tasks": N}}
@@ -62,8 +61,9 @@ def spoiled(x, valid, here):
 def prepared(method, spoil, wrap):
   r = rollouts(spoil)
   extra = {k: x for t in method.trackers for k, x in t.update(t.init(), r)[1].items()}
-  p = wrap(functools.partial(prepare, method))(dataclasses.replace(r, columns={**r.columns, **extra}))
-  return p.advantage, p.weight, p.aggregate, *p.metrics.values()
+  r = dataclasses.replace(r, columns={**r.columns, **extra})
+  p, metrics = wrap(lambda r: (prepare(method, r), credit(method, r)[1]))(r)
+  return p.advantage, p.weight, p.aggregate, *metrics.values()
 
 
 @pytest.mark.parametrize("name", METHODS)

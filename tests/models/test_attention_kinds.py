@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from thinned import thinned
 
 from jaxagent import config as run_config
 from jaxagent.models import attention as packed
@@ -37,7 +38,13 @@ CONFIGS = {
 }
 CACHED = ["prefix", "mixed", "moe"]
 DECODED = pytest.mark.parametrize("config", [CONFIGS[name] for name in CACHED], ids=CACHED)
+AS_SHIPPED = packed.DENSE
 REWIND = 2  # so that chunks of 3 are read from the cache and chunks of 7 from beside it
+
+
+@pytest.fixture(autouse=True)
+def short_rows_go_by_blocks_too(monkeypatch):
+  monkeypatch.setattr(packed, "DENSE", {**AS_SHIPPED, "sliding": 0, "prefix_sliding": 0})
 
 
 @functools.cache
@@ -175,10 +182,22 @@ def test_long_rows_of_full_attention_go_by_blocks(monkeypatch):
   (segment, _), tokens = packed_rows(), tokens_of()
   rows = (tokens, jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape), segment)
   want = forward(params, *rows).states
-  monkeypatch.setattr(packed, "DENSE", LENGTH - 1)
+  monkeypatch.setattr(packed, "DENSE", {**packed.DENSE, "full": LENGTH - 1})
   by_blocks = jax.jit(lambda *arguments: policy.forward(*arguments).states)
   np.testing.assert_allclose(by_blocks(params, *rows), want, atol=1e-5)
   assert ["custom_vjp_call" in str(jax.make_jaxpr(f)(params, *rows)) for f in (by_blocks, forward)] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["sliding", "prefix", "mixed"])
+def test_short_rows_take_the_dense_mask(name, monkeypatch):
+  policy, params, _, forward, _ = built(CONFIGS[name])
+  (segment, end), tokens = packed_rows(), tokens_of()
+  rows = (tokens, jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape), segment)
+  want = forward(params, *rows, prefix_end=end).states
+  monkeypatch.setattr(packed, "DENSE", AS_SHIPPED)
+  dense = jax.jit(lambda *arguments: policy.forward(*arguments, prefix_end=end).states)
+  np.testing.assert_allclose(dense(params, *rows), want, atol=1e-5)
+  assert "custom_vjp_call" not in str(jax.make_jaxpr(dense)(params, *rows))
 
 
 def test_bfloat16_stays_close():
@@ -418,7 +437,7 @@ def rollouts_of(lengths, prefixes):
 LONG = rollouts_of([56, 51, 40], [3, 9, 6])
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
+@thinned("layers", [2, 1, 3], every=3)
 def test_truncated_backprop_is_exact_for_few_layers(layers):
   assert 3 * LAYERS_W - 1 >= layers * (LAYERS_W - 1)
   gradient, cut = truncated_gradient(layers), truncate_backprop(LONG, window=LAYERS_W, multiplier=4)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from thinned import thinned
 
 from jaxagent.models.cache import grow, reset_rows
 from jaxagent.models.config import DecoderConfig
@@ -301,6 +302,7 @@ def test_gradients_reach_every_parameter_and_ignore_padding(config):
   jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), grad, other)
 
 
+@pytest.mark.slow
 def test_remat_changes_no_gradient():
   config = CONFIGS["qwen2"]
   tokens = tokens_of()
@@ -313,7 +315,7 @@ def bfloat16(config):
   return dataclasses.replace(config, dtype="bfloat16", remat=True)
 
 
-@pytest.mark.parametrize("config", [CONFIGS["llama"], CONFIGS["qwen3_moe"]], ids=["tied", "moe"])
+@thinned("config", [CONFIGS["llama"], CONFIGS["qwen3_moe"]], every=2)
 def test_bfloat16_runs_and_stays_close(config):
   policy, params, forward, _ = built(bfloat16(config))
   tokens = tokens_of()
@@ -328,6 +330,7 @@ def test_bfloat16_runs_and_stays_close(config):
   assert float(jnp.abs(decoded - policy.head(params, full.states)).max()) < 0.01 * scale
 
 
+@pytest.mark.slow
 def test_bfloat16_gradients_are_float32_and_close():
   config, tokens = CONFIGS["qwen2"], tokens_of()
   rows = (built(config)[1], tokens, *one_segment(tokens))

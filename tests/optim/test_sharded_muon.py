@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from thinned import thinned
 
 from jaxagent import config
 from jaxagent.optim import gram_newton_schulz, muon, muon_metrics, scale_by_muon, stacks
@@ -81,7 +82,7 @@ def relative(x, y):
   return max(float(np.linalg.norm(np.asarray(x[k]) - y[k]) / np.linalg.norm(y[k])) for k in y)
 
 
-@pytest.mark.parametrize("layout, known", [*((name, True) for name in LAYOUTS), ("fsdp x tensor", False)])
+@thinned("layout, known", LAYOUTS, [True, False], every=3)
 def test_the_same_update_on_eight_devices(layout, known):
   step, placed, state_placed, tx = compiled(layout, known)
   params = jax.device_put(tree(0), placed)
@@ -120,7 +121,7 @@ def inside_loops(text):
   return lines
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@thinned("layout", LAYOUTS, every=2)
 def test_no_collective_in_the_iteration(layout):
   text = compiled(layout, alone=True)[0].as_text()
   lines = inside_loops(text)

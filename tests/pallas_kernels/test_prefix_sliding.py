@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from thinned import thinned
 
 from pallas_kernels.prefix_sliding import prefix_sliding_attention, xla
 from pallas_kernels.prefix_sliding.mask import dense_mask, segment_start, visible
@@ -65,15 +66,12 @@ def agree(arguments, tolerance, **static):
     assert relative(x, y) < tolerance, name
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize("window", WINDOWS)
+@thinned("window, prefix, packed", WINDOWS, PREFIXES, [False, True], every=7)
 def test_float32(packed, prefix, window):
   agree((*arrays(4, 2), *rows(packed, PREFIXES[prefix])), 1e-5, window=WINDOWS[window])
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("prefix", PREFIXES)
+@thinned("prefix, packed", PREFIXES, [False, True], every=3)
 def test_bfloat16_within_a_hundredth_of_float32(packed, prefix):
   agree((*arrays(4, 2, jnp.bfloat16), *rows(packed, PREFIXES[prefix])), 1e-2, window=16)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from thinned import thinned
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.prefix_sliding import cache_slot, decode, prefix_sliding_attention, prefix_sliding_decode
@@ -57,9 +58,7 @@ def decoded(q, k, v, prefix_length, window, *, new=1, spoiled=0.0, **options):
   return jnp.concatenate(out, axis=2)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "interpreted"])
-@pytest.mark.parametrize("prefix", [(0, 0), (3, 20), (11, 7)], ids=["none", "longer than the window", "two lengths"])
-@pytest.mark.parametrize("window", [1, 8])
+@thinned("window, prefix, implementation", [1, 8], [(0, 0), (3, 20), (11, 7)], ["xla", "interpreted"], every=5)
 def test_eviction_equals_the_mask(implementation, prefix, window):
   """Past prefix + 3 windows, so that every slot of the ring was used again."""
   prefix = jnp.array(prefix)

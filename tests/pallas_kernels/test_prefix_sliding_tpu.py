@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from thinned import thinned
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.prefix_sliding import api, mask, plan, prefix_sliding_attention, tpu
@@ -61,21 +62,17 @@ def agree(arguments, tolerance, implementation="interpreted", **static):
     assert np.abs(x - y).max() < tolerance * max(np.abs(y).max(), 1.0), name
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("prefix", [0, 45, 300])
-@pytest.mark.parametrize("window", [1, 32, 33, None])
+@thinned("window, prefix, packed", [1, 32, 33, None], [0, 45, 300], [False, True], every=5)
 def test_float32(packed, prefix, window):
   agree((*arrays(4, 2, 150), *rows(packed, prefix, 150)), 1e-5, window=window)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("prefix", [0, 45, 300])
+@thinned("prefix, packed", [0, 45, 300], [False, True], every=3)
 def test_bfloat16_within_a_hundredth_of_float32(packed, prefix):
   agree((*arrays(4, 2, 150, jnp.bfloat16), *rows(packed, prefix, 150)), 1e-2, window=32)
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (3, 1)])
-@pytest.mark.parametrize("length", [20, 131])
+@thinned("heads, length", [(2, 2), (3, 1)], [20, 131], every=3)
 def test_heads_lengths_and_soft_cap(heads, length):
   agree((*arrays(*heads, length), *rows(False, 7, length)), 1e-5, window=9, soft_cap=1.5)
 
@@ -105,11 +102,12 @@ def pairs_of_keys(start, end, window, tiles):
         yield from ((b, i, int(tile)) for i in range(first, first + count))
 
 
-@pytest.mark.parametrize("keys, queries", [(8, 8), (8, 16), (16, 8)])
-@pytest.mark.parametrize("window", [1, 8, 9, 40, None])
-@pytest.mark.parametrize("prefix", [0, 13, 500])
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_the_plans_visit_every_pair_that_matters_once(packed, prefix, window, keys, queries):
+TILES = (8, 8), (8, 16), (16, 8)  # keys, queries
+
+
+@thinned("packed, prefix, window, sizes", [False, True], [0, 13, 500], [1, 8, 9, 40, None], TILES, every=7)
+def test_the_plans_visit_every_pair_that_matters_once(packed, prefix, window, sizes):
+  keys, queries = sizes
   segment, end = rows(packed, prefix, 160)
   tiles = plan.Tiles(queries, keys, 160 // queries, 160 // keys)
   seen = np.asarray(mask.dense_mask(segment, end, window))

@@ -5,9 +5,9 @@ import functools
 
 import jax
 import numpy as np
-import pytest
 import tiny
 from numpy.testing import assert_allclose
+from thinned import thinned
 
 from jaxagent import losses
 from jaxagent.methods import grpo, plain, prepare
@@ -56,7 +56,7 @@ def update(objective, prepared, row_tokens, rows):
   return jax.tree.map(lambda *x: np.sum(x, axis=0), *parts)
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: c[0].__name__)
+@thinned("combination", COMBINATIONS, every=3)
 def test_packing_and_cutting_change_nothing(combination):
   surrogate, aggregate, weight, keep = combination
   objective = dataclasses.replace(

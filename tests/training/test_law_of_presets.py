@@ -1,8 +1,8 @@
 """Every preset: the same update however its rollouts are packed, cut into microbatches and spread over devices.
 
 It goes through the trainer's step. What a step compiles is the differentiated half of an objective, its surrogate and
-terms; the rest reaches it as arrays. The fast tests put all halves into one program, and a column says which is meant.
-The slow ones compile each half alone, once for the presets that share it.
+terms; the rest reaches it as arrays. All halves are put into one program, and a column says which is meant; one test
+compiles each half alone, once for the presets that share it.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from jaxagent.training.scoring import score
 from jaxagent.training.sharding import make_mesh
 from jaxagent.training.step import init_state, make_train_step
 
+pytestmark = pytest.mark.slow
 POLICY = tiny.tiny_policy()
 PARAMS = POLICY.init(jax.random.key(0))
 KEPT = optax.chain(optax.trace(0.0), optax.scale(0.0))  # keeps the gradient in its state and moves nothing
@@ -155,14 +156,12 @@ def test_packing_cutting_and_devices_change_nothing(layout):
     assert_same(name, whole(name), step_of_all(sizes)(p, packing))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HALVES.values())
 def test_each_half_alone(name):
   for sizes, packing in LAYOUTS.values():
     assert_same(name, whole(name), Step(METHODS[name], sizes)(prepared()[name], packing))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_first_update_of_a_batch(layout):
   """Without `logp_old` the current log-probs stand in for it, wherever nothing before the step reads it."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from thinned import thinned
 
 from jaxagent import config as configuration
 from jaxagent.methods import grpo, grpo_kl
@@ -96,7 +97,7 @@ def test_a_run_records_every_promised_metric_and_learns_nothing_silently():
   assert int(state.train.updates) == 4 and any(r["grad_norm"] > 0 for r in records)
 
 
-@pytest.mark.parametrize("method", [grpo, grpo_kl(0.1)], ids=["grpo", "with a reference"])
+@thinned("method", [grpo_kl(0.1), grpo], every=2)
 def test_two_n_steps_equal_n_steps_a_resume_and_n_steps(tmp_path, method):
   whole, records = run(tiny(), method=method)
   half = tiny(run__steps=2)
@@ -110,8 +111,7 @@ def test_two_n_steps_equal_n_steps_a_resume_and_n_steps(tmp_path, method):
   assert kept[:2] == kept[2:]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["rollout", "update"])
+@thinned("number, where", [signal.SIGINT, signal.SIGTERM], ["rollout", "update"], every=3)
 def test_a_signal_saves_the_last_finished_step(tmp_path, number, where):
   class Knock(Luck):
     async def step(self, actions):
@@ -159,12 +159,14 @@ def test_epochs_and_minibatches_clip_against_the_parameters_before_the_first_upd
   assert max(r["logp_gap/max"] for r in records) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_gap_between_sampler_and_trainer_does_not_grow_over_thirty_updates():
   _, records = run(tiny(run__steps=30, optimizer__learning_rate=3e-3))
   gaps = [r["logp_gap/max"] for r in records]
   assert max(gaps) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_mixture_replays_what_the_sampler_used():
   config = tiny(model__shape=MOE, run__steps=3, optimizer__learning_rate=1e-2)
   _, records = run(config)
@@ -246,6 +248,7 @@ class Length:
     return {"written": [sum(t.action) for t in trajectories], "place": [np.arange(len(t.tokens)) for t in trajectories]}
 
 
+@pytest.mark.slow
 def test_memories_and_facts_reach_the_objective_and_the_memory_survives(tmp_path):
   seen = []
 
@@ -270,3 +273,53 @@ def test_memories_and_facts_reach_the_objective_and_the_memory_survives(tmp_path
     run(tiny(run__steps=2), hooks=loop.Hooks(checkpointer=checkpointer), method=method)
     resumed, _ = run(tiny(), hooks=loop.Hooks(checkpointer=checkpointer), resume=True, method=method)
   np.testing.assert_array_equal(flat(whole), flat(resumed))
+
+
+SLIDING = {**TINY["model.shape"], "attention": "prefix_sliding", "window": 4, "max_prefix": 48}
+
+
+def test_a_sliding_policy_trains_on_the_last_window_and_scores_it_as_it_sampled_it():
+  """Rollouts of 8 tokens after the prompt, of which the last 4 have a loss; 4 windows are exact for two layers."""
+  method = dataclasses.replace(grpo_kl(0.1), metrics=(("advantage", lambda advantage, mask: (advantage * mask).max()),))
+  _, records = run(tiny(model__shape=SLIDING, training__backprop_windows=4, training__minibatches=2), method=method)
+  for record in records:
+    assert record["tokens"] <= 4 * 8 < record["rollouts/sampled_tokens"] and record["logp_gap/max"] < 1e-4
+    assert record["method/advantage"] > 0
+  _, whole = run(tiny(model__shape=SLIDING), method=grpo)
+  assert whole[0]["tokens"] == whole[0]["rollouts/sampled_tokens"] and whole[0]["logp_gap/max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_advantages_are_those_of_whole_rollouts():
+  """A reward that counts the tokens that were sampled is not changed by what is cut afterwards."""
+
+  def counted(mask, reward):
+    return reward + mask.sum(-1)
+
+  def largest(reward, mask):
+    return (reward - mask.sum(-1)).max()
+
+  method = dataclasses.replace(grpo, reward=(counted,), metrics=(("uncounted", largest),))
+  _, [record] = run(tiny(model__shape=SLIDING, training__backprop_windows=1, run__steps=1), method=method)
+  assert record["method/uncounted"] >= 4 and record["tokens"] <= 4 * 8
+
+
+def reads_old(logp_old, mask):
+  return (logp_old * mask).sum(-1)
+
+
+@pytest.mark.parametrize(
+  ("shape", "method", "message"),
+  [
+    (TINY["model.shape"], grpo, "the model has full attention"),
+    ({**SLIDING, "attention": ["prefix_sliding", "full"]}, grpo, "full, prefix_sliding attention"),
+    (
+      SLIDING,
+      dataclasses.replace(grpo, objective=dataclasses.replace(grpo.objective, advantage=(reads_old,))),
+      "read logp_old of whole rollouts",
+    ),
+  ],
+)
+def test_what_cannot_be_cut_is_said_before_anything_runs(shape, method, message):
+  with pytest.raises(ValueError, match=message):
+    run(tiny(model__shape=shape, training__backprop_windows=4), method=method)

@@ -11,6 +11,7 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
+from thinned import thinned
 
 from jaxagent.losses import (
   constant,
@@ -93,7 +94,7 @@ def over_eight():
   return lambda x: jax.device_put(x, NamedSharding(make_mesh(), PartitionSpec("data")))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@thinned("name", METHODS, every=3)
 def test_the_law_for_every_aggregation(name):
   for i, aggregate in enumerate(AGGREGATES.values()):
     p = prepare(changed(METHODS[name], aggregate=aggregate), tiny.ragged(seed=i, ref=True))

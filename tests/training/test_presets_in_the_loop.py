@@ -153,6 +153,7 @@ def test_the_batch_has_teams_and_mixed_groups():
   assert {t.turns for t in trajectories} == {1, 2} and r.turn.max() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_facts_through_annotators_give_a_gradient(name):
   value, slope = updates()[name]

@@ -8,6 +8,7 @@ import optax
 import pytest
 import tiny
 from numpy.testing import assert_allclose, assert_array_equal
+from thinned import thinned
 
 from jaxagent import config
 from jaxagent.losses import kl_reverse
@@ -173,7 +174,7 @@ def test_scorer_leaves_other_microbatches_alone_and_compiles_once():
   assert not np.asarray(some[1]).any() and np.asarray(every[1]).any() and scorer._cache_size() == before + 1
 
 
-@pytest.mark.parametrize("name, sizes", [("dapo", dict(data=8)), ("gspo", dict(data=2, fsdp=2, tensor=2))])
+@thinned("name, sizes", ["dapo", "gspo"], [dict(data=8), dict(data=2, fsdp=2, tensor=2)], every=4)
 def test_eight_devices_equal_one(name, sizes):
   method = PRESETS[name]
   method = dataclasses.replace(method, objective=dataclasses.replace(method.objective, terms=((0.1, kl_reverse),)))
@@ -201,6 +202,7 @@ def test_optimizer_statistics_lie_beside_their_parameters():
   assert moments.count.sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_muon_on_a_mesh_is_logged_and_equals_one_device():
   tokens, plan = batch()
   results = []
