@@ -267,7 +267,8 @@ def train_command(args: argparse.Namespace, rest: list[str]) -> int:
   try:
     train(config, name=name, resume=args.resume is not None, profile=args.profile)
   except Interrupted as signal:
-    print(f"stopped by {signal}; continue with --resume", file=sys.stderr)
+    folder = existing(config, name)
+    print(f"stopped by {signal}; continue with train {folder / 'config.yaml'} --resume {folder}", file=sys.stderr)
     return 128 + (15 if str(signal) == "SIGTERM" else 2)
   return 0
 

@@ -1,5 +1,6 @@
 """The command line: every command on a small run, and one clear line with exit code 2 for every mistake."""
 
+import dataclasses
 import json
 import shutil
 
@@ -58,7 +59,7 @@ def test_train_leaves_a_whole_run(finished):
 def test_a_second_run_gets_its_own_folder_and_resume_says_which(finished, capsys, monkeypatch):
   monkeypatch.chdir(finished.parent.parent)
   before = (finished / "metrics.jsonl").read_text()
-  assert cli.main(["train", "tiny.yaml", "--resume", "--run.steps", "2"]) == 0
+  assert cli.main(["train", "tiny.yaml", "--seed=3", "--resume", "--run.steps", "2"]) == 0
   said = capsys.readouterr().out
   assert "tiny-1" in said and "finished" in said
   assert (finished / "metrics.jsonl").read_text() == before
@@ -85,7 +86,7 @@ def test_two_runs_that_begin_at_once_get_folders_of_their_own(tmp_path, monkeypa
 def test_a_resume_that_cannot_be_leaves_the_run_as_it_was(fault, finished, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(finished.parent.parent)
   folder = shutil.copytree(finished, tmp_path / "run")
-  arguments = ["train", "tiny.yaml", "--resume", str(folder), "--run.steps", "3"]
+  arguments = ["train", "tiny.yaml", "--seed=3", "--resume", str(folder), "--run.steps", "3"]
   if fault == "another model":
     arguments += ["--model.shape.width", "32"]
   else:
@@ -97,6 +98,76 @@ def test_a_resume_that_cannot_be_leaves_the_run_as_it_was(fault, finished, tmp_p
   said = capsys.readouterr().err
   assert ("has shape" in said or "all corrupt" in said) and len(said.splitlines()) == 1
   assert [(folder / name).read_text() for name in files] == before
+
+
+def test_a_resume_keeps_the_settings_of_the_run(finished, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(finished.parent.parent)
+  folder = shutil.copytree(finished, tmp_path / "run")
+  assert cli.main(["train", "tiny.yaml", "--resume", str(folder)]) == 2  # it had seed 3
+  said = capsys.readouterr().err
+  assert "was run with seed 3" in said and "or choose by --seed" in said and len(said.splitlines()) == 1
+  own = str(folder / "config.yaml")
+  assert cli.main(["train", own, "--resume", str(folder)]) == 0
+  assert "finished" in capsys.readouterr().out
+
+
+def test_one_run_in_a_folder(tmp_path):
+  with run.alone(tmp_path):
+    with pytest.raises(ValueError, match="another run is in"), run.alone(tmp_path):
+      pass
+  with run.alone(tmp_path):
+    pass
+
+
+def test_what_a_run_left_that_failed_at_once_is_written_over(tmp_path):
+  folder = tmp_path / "run"
+  folder.mkdir()
+  config = Config(run=dataclasses.replace(Config().run, dir=str(folder)))
+  for name in ("lock", "config.yaml", "config.yaml.new", "metrics.jsonl"):
+    (folder / name).write_text("")
+  assert run.fresh(config, "a") == run.epath.Path(folder)
+  (folder / "metrics.jsonl").write_text("{}")
+  with pytest.raises(ValueError, match="exists; choose another"):
+    run.fresh(config, "a")
+
+
+def test_a_config_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+  path = run.epath.Path(tmp_path / "config.yaml")
+  path.write_text("old")
+
+  def full(self, text):
+    raise OSError(28, "No space left on device")
+
+  with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+    patch.setattr(type(path), "write_text", full)
+    run.write_whole(path, "new")
+  assert path.read_text() == "old"
+  run.write_whole(path, "new")
+  assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize(
+  ("words", "said"),
+  [
+    (["--profile", "9"], "no step 9 to profile: those to come are 1..2"),
+    (["--seed", "-1"], "--seed must be an integer in"),
+    (["--model.shape.layers", "-1"], "layers must be positive, got -1"),
+    (["--model.shape.width", "x"], "model.shape.width must be of type int, got 'x'"),
+    (["--model.shape.qk_norm", "3"], "model.shape.qk_norm must be of type bool, got 3"),
+    (["--model.shape.rope_theta", "null"], "model.shape.rope_theta must be of type float, got None"),
+    (["--model.shape={width: 16}"], "model.shape needs layers, heads"),
+    (["--env.options.digits", "x"], "env.options of calculator"),
+    (["--method.name=spo_plus_plus", "--method.options.tasks", "-3"], "tasks must be the number of prompts"),
+    (["--method.name=gepo", "--method.options.base", "grpo"], "method.options of gepo"),
+    (["--method.name=gepo", "--method.options.alpha_low", "7"], "alpha_low must lie in [0, 1], got 7"),
+    (["--method.name=dr_grpo_within", "--method.options.max_tokens", "-1"], "max_tokens must be positive, got -1"),
+  ],
+)
+def test_a_mistake_inside_a_mapping_is_one_line(words, said, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  assert cli.main(["train", write(tmp_path), *words]) == 2
+  error = capsys.readouterr().err
+  assert said in error and len(error.splitlines()) == 1
 
 
 def test_looking_at_a_run(finished, capsys, tmp_path):

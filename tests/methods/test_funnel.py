@@ -20,6 +20,7 @@ from jaxagent.losses import (
   student_kl,
 )
 from jaxagent.methods import Given, credit, experience_funnel, plain, prepare
+from jaxagent.methods.funnel import distilled_kl
 from jaxagent.rollout.batch import to_rollouts
 from jaxagent.rollout.packing import pack, unpack
 from jaxagent.rollout.restate import with_prefix
@@ -78,6 +79,30 @@ def test_token_weights_against_a_loop():
   assert_allclose(metrics["distilled/rows"], (~free & r.valid).sum() / r.valid.sum(), rtol=1e-6)
 
 
+def test_numbers_that_are_none_are_not_left_out():
+  """A NaN among the log-probs of a distilled row reaches the loss, where the loop stops at it."""
+  r = tiny.ragged(ref=True)
+  r = dressed(r, r.logp_rollout, 0.0)
+  row = np.flatnonzero((r.columns["selection"] > 0) & r.valid & r.mask.any(1))[0]
+  at = np.flatnonzero(r.mask[row])[0]
+  spoiled = r.columns["logp_privileged"].copy()
+  spoiled[row, at] = np.nan
+  method = METHODS["experience_funnel"]
+  p = prepare(method, dataclasses.replace(r, columns={**r.columns, "logp_privileged": spoiled}))
+  own = {k: p.rollouts.columns[k] for k in ("logp_privileged", "distilled")}
+  assert np.isnan(distilled_kl(r.logp_rollout, **own)[row, at])
+  bad = np.where(np.arange(16) == row, np.nan, r.columns["selection"])
+  with pytest.raises(ValueError, match="selection must lie in"):
+    prepare(method, dataclasses.replace(r, columns={**r.columns, "selection": bad}))
+
+
+def test_edges_of_the_sampled_divergence():
+  assert sampled_student_kl(-np.inf, -1.0) == 1 and np.isfinite(sampled_student_kl(0.0, -np.inf))
+  for limit in (0.0, -1.0, 100.0, np.nan):
+    with pytest.raises(ValueError, match="limit must lie in"):
+      sampled_student_kl(0.0, 0.0, limit=limit)
+
+
 def test_rows_with_the_state_change_nothing_for_those_without():
   r = tiny.ragged(ref=True)
   r = dressed(r, r.logp_rollout, np.nan)
@@ -120,6 +145,8 @@ def test_another_first_prompt():
     ({"status": "running"}, [1], "finished rollout"),
     ({"prefix_length": 0}, [1], "a prompt of 0"),
     ({}, [], "at least one token"),
+    ({}, [1.5], "must be token ids"),
+    ({}, [-1], "must be token ids"),
   ],
 )
 def test_what_cannot_be_moved(change, prefix, message):

@@ -16,7 +16,7 @@ from jaxagent.losses import (
   token_mean,
   truncated_importance,
 )
-from jaxagent.methods import PRESETS, Method, dapo, grpo, grpo_kl, minibatches, plain, prepare
+from jaxagent.methods import PRESETS, Given, Method, credit, dapo, grpo, grpo_kl, minibatches, plain, prepare, weigh
 from jaxagent.methods.prepare import call
 from jaxagent.rollout.packing import pack
 
@@ -209,3 +209,92 @@ def test_grpo_on_paper():  # rewards 1, 0 and lengths 2, 1: advantages +-1, weig
   assert_allclose(p.advantage[1, 4], -1, atol=1e-5)
   assert_allclose(p.aggregate[0, 3:5], [0.25, 0.25])
   assert_allclose(p.aggregate[1, 4], 0.5)
+
+
+def given(*names):
+  return Given(names)
+
+
+@pytest.mark.parametrize(
+  ("build", "said"),
+  [
+    (lambda: Method(grpo.objective, annotators=(given("a"), given("b", "a"))), "trackers provide 'a' twice"),
+    (lambda: PRESETS["gepo"](PRESETS["gepo"]()), "provide 'entropy_high' twice"),
+    (lambda: Method(grpo.objective, metrics=(("a", share), ("a", share))), "Method.metrics names 'a' twice"),
+    (lambda: with_parts(columns=(("a", share), ("a", share))), "columns names 'a' twice"),
+    *(
+      (lambda name=name: Method(grpo.objective, annotators=(given(name),)), f"provides {name!r}, which is made")
+      for name in ("advantage", "keep", "aggregate", "weight", "segment", "prefix_end", "logp", "experts", "columns")
+    ),
+  ],
+)
+def test_a_name_has_one_provider(build, said):
+  with pytest.raises(ValueError, match=said):
+    build()
+
+
+def share(mask):
+  return mask.mean()
+
+
+def test_a_column_of_the_batch_hides_no_field():
+  r = tiny.ragged()
+  for name in ("reward", "mask", "value"):
+    with pytest.raises(ValueError, match=f"columns holds '{name}', which is a field"):
+      prepare(grpo, dataclasses.replace(r, columns={name: np.zeros(len(r.valid))}))
+
+
+def test_credit_once():
+  credited, _ = credit(grpo, tiny.ragged())
+  with pytest.raises(ValueError, match="has a column 'advantage' already"):
+    credit(grpo, credited)
+  with pytest.raises(ValueError, match="pass it through credit first"):
+    weigh(grpo, tiny.ragged())
+
+
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
+    ({"mask": np.int32}, "mask must have dtype bool, got int32"),
+    ({"valid": np.float32}, "valid must have dtype bool, got float32"),
+    ({"group": np.float32}, "group must have integers, got float32"),
+    ({"rollout": np.float32}, "rollout must have integers, got float32"),
+  ],
+)
+def test_kinds_of_numbers(changes, said):
+  r = tiny.ragged()
+  for wrap in (lambda f: f, jax.jit):
+    with pytest.raises(ValueError, match=said):
+      wrap(partial(prepare, grpo))(dataclasses.replace(r, **{k: getattr(r, k).astype(x) for k, x in changes.items()}))
+
+
+def test_minibatches_are_masks_of_the_logical_rollouts():
+  r = tiny.ragged()
+  for wrong in (np.ones(3, bool), np.ones(99, bool), np.ones(r.mask.shape, bool)):
+    with pytest.raises(ValueError, match="minibatch must have shape"):
+      prepare(grpo, r, minibatch=wrong)
+  with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+    minibatches(r, 0, key=jax.random.key(0))
+  some = np.arange(len(r.valid)) % 2 == 0
+  want = prepare(grpo, r, minibatch=some)
+  for same in (jnp.asarray(some), some.astype(np.int32), some.astype(np.float32)):
+    np.testing.assert_array_equal(prepare(grpo, r, minibatch=same).aggregate, want.aggregate)
+
+
+def test_numpy_inputs_are_left_as_they_were():
+  """Also where a keep slot returns a NumPy array: nothing is and-ed in place."""
+  r = tiny.ragged()
+  mask = r.mask.copy()
+  method = with_parts(keep=(lambda mask: np.asarray(mask),))
+  some = np.arange(len(r.valid)) % 2 == 0
+  p, jitted = prepare(method, r, minibatch=some), jax.jit(partial(prepare, grpo))(r, minibatch=some)
+  np.testing.assert_array_equal(r.mask, mask)
+  np.testing.assert_array_equal(p.rollouts.mask, jitted.rollouts.mask)
+
+
+def test_metrics_are_one_number_each():
+  r = tiny.ragged()
+  method = dataclasses.replace(grpo, metrics=(("a", share), ("b", lambda mask: {"c": mask.sum(), "d": mask.max()})))
+  assert set(credit(method, r)[1]) == {"a", "b/c", "b/d"}
+  with pytest.raises(ValueError, match=r"metric a must be one number, got shape \(16,\)"):
+    credit(dataclasses.replace(grpo, metrics=(("a", lambda reward: reward),)), r)
