@@ -44,7 +44,8 @@ def definitions(path):
 
 
 def test_there_are_notebooks():
-  assert {"01_credit.ipynb", "02_objectives.ipynb"} <= {path.name for path in NOTEBOOKS}
+  names = {path.name for path in NOTEBOOKS}
+  assert {"01_credit.ipynb", "02_objectives.ipynb", "03_muon.ipynb", "04_prefix_sliding.ipynb"} <= names
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

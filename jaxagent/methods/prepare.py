@@ -177,9 +177,9 @@ def _check_trainable(rollouts: Rollouts) -> None:
     return
   mask = np.asarray(rollouts.mask) & np.asarray(rollouts.valid)[:, None]
   if not mask.any():
-    n, valid = len(mask), int(np.sum(rollouts.valid))
+    n, valid, sampled = len(mask), np.asarray(rollouts.valid).sum(), np.asarray(rollouts.mask).sum()
     raise ValueError(
-      f"no token to train on: {n} rows, {valid} of them valid, with {int(np.sum(rollouts.mask))} sampled tokens in all;"
+      f"no token to train on: {n} rows, {valid} of them valid, with {sampled} sampled tokens in all;"
       " look at the rollouts' status and cause"
     )
   cold = np.flatnonzero(mask.any(1) & ~(np.asarray(rollouts.temperature) > 0))

@@ -338,9 +338,10 @@ def _check_prefix(config: DecoderConfig, name: str, given, shape, what: str) -> 
     raise ValueError(f"a model with prefix_sliding layers needs {name} of shape {shape}: {what}; 0 keeps nothing")
   if given.shape != shape:
     raise ValueError(f"{name} must have shape {shape}, got {given.shape}")
-  if name == "prefix_length" and concrete(given) and np.max(given, initial=0) > config.max_prefix:
+  longest = np.asarray(given).max(initial=0) if name == "prefix_length" and concrete(given) else 0
+  if longest > config.max_prefix:
     raise ValueError(
-      f"prefix_length {np.max(given)} exceeds the model's max_prefix {config.max_prefix}, for which its cache has room;"
+      f"prefix_length {longest} exceeds the model's max_prefix {config.max_prefix}, for which its cache has room;"
       " shorten the prompt or raise max_prefix"
     )
 

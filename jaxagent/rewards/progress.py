@@ -45,8 +45,9 @@ def contract_progress(
     raise ValueError(f"scores must have one entry per stage last, {weight.shape[0]}, got shape {list(scores.shape)}")
   check_range("scores", scores, 0, 1)
   check_range("weight", weight, 0, 1)
-  if concrete(weight) and abs(float(jnp.sum(weight)) - 1) > 1e-4:
-    raise ValueError(f"weight must sum to 1, got {float(jnp.sum(weight)):g}")
+  total = float(np.sum(np.asarray(weight))) if concrete(weight) else 1.0
+  if abs(total - 1) > 1e-4:
+    raise ValueError(f"weight must sum to 1, got {total:g}")
   before = jnp.min(jnp.where(jnp.asarray(prerequisites), scores[..., None, :], jnp.inf), axis=-1)
   return jnp.sum(weight * jnp.minimum(scores, before), axis=-1)
 

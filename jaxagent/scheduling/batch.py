@@ -156,12 +156,13 @@ def _check_choice(score, similarity, env, quota, available, size):
   )
   check_ids("env", env, jnp.shape(quota)[0])
   _enough(available, size)
-  if concrete(env, quota, available):
-    room = int(jnp.sum(jnp.minimum(jnp.asarray(quota), _capacity(env, available, jnp.shape(quota)[0]))))
+  if concrete(env, quota, available, size):
+    found = np.bincount(np.asarray(env)[np.asarray(available, bool)], minlength=np.shape(quota)[0])
+    room = int(np.sum(np.minimum(np.asarray(quota), found)))
     if room < size:
       raise ValueError(f"the quotas allow {room} tasks but the batch has {size}; raise them, or use lift_quota")
 
 
 def _enough(available, size):
-  if concrete(available) and int(np.sum(available)) < size:
-    raise ValueError(f"a batch of {size} needs as many available tasks, got {int(np.sum(available))}")
+  if concrete(available, size) and (count := int(np.sum(np.asarray(available)))) < size:
+    raise ValueError(f"a batch of {size} needs as many available tasks, got {count}")
