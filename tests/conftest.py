@@ -1,9 +1,11 @@
 """Before JAX is imported: CPU by default, eight simulated devices, quick compilation rather than thorough."""
 
+import gc
 import os
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+gc.set_threshold(50_000, 20, 100)  # thousands of traced programs live to the end and are not worth looking at often
 flags = os.environ.get("XLA_FLAGS", "").split()
 for flag, value in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
   if not any(given.startswith(flag) for given in flags):

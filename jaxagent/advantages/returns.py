@@ -261,11 +261,6 @@ def success_rate(rates: PromptRates) -> Float[Array, "P"]:
   return rates.alpha / (rates.alpha + rates.beta)
 
 
-def sampler_weight(rate: Float[Array, "P"], *, floor: float = 0.05) -> Float[Array, "P"]:
-  """sqrt(v (1 - v)) + floor: how often a prompt is drawn. Source: SPO++, arXiv 2608.24870."""
-  return jnp.sqrt(jnp.maximum(rate * (1 - rate), 0.0)) + floor
-
-
 def minus_baseline(
   reward: Float[Array, "N"], baseline: Float[Array, "N"], *, valid: Bool[Array, "N"] | None = None
 ) -> Float[Array, "N"]:

@@ -32,20 +32,20 @@ class Table:
 class Given:
   """An annotator of `columns` from `source`: a `Table`, or a function of one trajectory that returns them by name.
 
-  Without a source they are those that the environment gave the trajectories.
-  Errors: ValueError where neither provides a column.
+  Without a source it declares columns that the batch holds already, from the environment.
+  Errors: ValueError where there is no source to ask, or where it leaves out a column.
   """
 
   columns: tuple[str, ...]
   source: Callable[[Trajectory], Mapping[str, Any]] | None = None
 
   async def __call__(self, trajectories: list[Trajectory], tools: Any) -> dict[str, list[Any]]:
-    rows = [t.columns if self.source is None else self.source(t) for t in trajectories]
-    if absent := sorted({name for name in self.columns for row in rows if name not in row}):
-      if self.source is None:
-        raise ValueError(
-          f"nothing provides {', '.join(absent)}: the environment's steps have no such column, and the method has no"
-          f" source for it; in Python give it Given({self.columns}, source=...), in a config name a function that does"
-        )
-      raise ValueError(f"the source of {', '.join(self.columns)} returned no {', '.join(absent)}")
+    if self.source is None:
+      raise ValueError(
+        f"nothing provides {', '.join(self.columns)}: the environment's last steps have no such column, and the method"
+        f" no source; in Python give it Given({self.columns}, source=...), in a config name a function that does"
+      )
+    rows = [self.source(trajectory) for trajectory in trajectories]
+    if absent := {name for name in self.columns for row in rows if name not in row}:
+      raise ValueError(f"the source of {', '.join(self.columns)} returned no {', '.join(sorted(absent))}")
     return {name: [row[name] for row in rows] for name in self.columns}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxagent.methods.annotators import Given
 from jaxagent.methods.objective import Annotator
 from jaxagent.models.chat import Chat
 from jaxagent.rollout.batch import column
@@ -28,14 +29,17 @@ def annotate(
 ) -> dict[str, np.ndarray]:
   """Columns `[N, ...]` for `rollouts`, whose rows the trajectories are, from every annotator on every group.
 
-  An entry per trajectory, of a kind that `rollout.batch.column` takes; zeros for filler rows.
+  An entry per trajectory, of a kind that `rollout.batch.column` takes; zeros for filler rows. A `Given` without a
+  source is not asked for what the rollouts hold already.
   ValueError: an annotator that returns other columns than it declares, or not one entry per trajectory; those of
   `column`.
   """
   rows: dict[int, list[int]] = {}
   for row, trajectory in enumerate(trajectories):
     rows.setdefault(trajectory.group, []).append(row)
-  jobs = [(annotator, group) for annotator in annotators for group in rows.values()]
+  there = [isinstance(a, Given) and a.source is None and set(a.columns) <= set(rollouts.columns) for a in annotators]
+  asked = [annotator for annotator, held in zip(annotators, there) if not held]
+  jobs = [(annotator, group) for annotator in asked for group in rows.values()]
 
   async def run() -> list[Mapping[str, Any]]:
     return await asyncio.gather(*(a([trajectories[i] for i in group], tools) for a, group in jobs))

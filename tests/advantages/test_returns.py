@@ -19,7 +19,6 @@ from jaxagent.advantages.returns import (
   relative_per_reward,
   reward_to_go,
   reward_to_go_kl,
-  sampler_weight,
   standardize_tokens,
   success_rate,
   turn_relative,
@@ -27,6 +26,7 @@ from jaxagent.advantages.returns import (
   turn_returns,
   update_rates,
 )
+from jaxagent.scheduling import solve_rate_spread
 
 TURNS = ("reward", "turn_reward", "mask", "turn")
 seeds = st.integers(0, 10_000)
@@ -94,7 +94,7 @@ def test_golden_spo_tracker():
   rates = rates_at(update_rates(rates, task, outcome, event), 3)
   assert_allclose([rates.alpha[0], rates.beta[0]], [4.450195, 3.780273], atol=2e-6)
   assert_allclose(success_rate(rates), [0.540698], atol=1e-6)
-  assert_allclose(sampler_weight(success_rate(rates)), [0.548341], atol=1e-6)
+  assert_allclose(solve_rate_spread(success_rate(rates)), [0.548341], atol=1e-6)
 
 
 def test_prior_of_the_tracker():

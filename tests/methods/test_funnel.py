@@ -154,6 +154,7 @@ def test_what_cannot_be_moved(change, prefix, message):
     with_prefix(dataclasses.replace(finished([5, 6], [1]), **change), prefix)
 
 
+@pytest.mark.slow
 def test_the_policy_learns_what_the_state_told_it():
   """A teacher that sees the state answers 3; the policy that does not see it comes to do the same."""
   policy = tiny.tiny_policy()

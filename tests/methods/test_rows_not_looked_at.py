@@ -4,9 +4,9 @@ import dataclasses
 
 import jax
 import numpy as np
-import pytest
 from numpy.testing import assert_allclose
 from ragged import N, S, T, ragged
+from thinned import thinned
 
 from jaxagent.methods import PRESETS, Method, credit, prepare
 from jaxagent.types import Rollouts
@@ -66,8 +66,7 @@ def prepared(method, spoil, wrap):
   return p.advantage, p.weight, p.aggregate, *metrics.values()
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(jax.jit, marks=pytest.mark.slow)], ids=["eager", "jit"])
+@thinned("wrap, name", [lambda f: f, jax.jit], METHODS, every=4)
 def test_nothing_looks_at_them(name, wrap):
   want, got = (prepared(METHODS[name], spoil, wrap) for spoil in (clean, spoiled))
   for a, b in zip(got, want):

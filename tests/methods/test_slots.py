@@ -108,6 +108,7 @@ def test_no_hyper_parameter_has_the_name_of_a_column():
       assert not (hyper and name in ROLLOUT_COLUMNS), f"{slot} would be given the column {name}"
 
 
+@pytest.mark.slow
 def test_all_in_one_jitted_prepare():
   batch = rollouts()
   out = jax.jit(lambda r: {k: prepare(m, r).advantage for k, m in METHODS.items()})(batch)

@@ -76,6 +76,7 @@ def test_groups_place_every_choice_once_in_a_tile_of_its_expert(case, tile):
   np.testing.assert_array_equal(np.asarray(groups.tile_expert)[slot // tile], experts.ravel())
 
 
+@pytest.mark.slow
 def test_dispatch_and_collect_have_the_gradients_of_plain_gathers():
   experts = jnp.asarray(CASES["spread"])
   groups = jitted_group(experts, 5, 8)

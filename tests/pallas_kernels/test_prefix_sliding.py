@@ -122,6 +122,7 @@ def test_padding_gives_zeros_in_the_output_and_the_gradients():
   assert all((np.asarray(x) == 0).all() for x in nothing)
 
 
+@pytest.mark.slow
 def test_one_packed_row_equals_its_sequences_alone():
   (q, k, v, _), (segment, end) = arrays(4, 2), rows(True, 13)
   attend = partial(prefix_sliding_attention, window=5, scale=0.3)

@@ -77,6 +77,7 @@ def test_heads_lengths_and_soft_cap(heads, length):
   agree((*arrays(*heads, length), *rows(False, 7, length)), 1e-5, window=9, soft_cap=1.5)
 
 
+@pytest.mark.slow
 def test_no_races_forward_and_backward(capfd):
   """Prefix, window, packing and both passes of dkv, in the interpreter that watches memory: it raises, or prints."""
   segment, end = rows(True, 45, 128)

@@ -56,7 +56,7 @@ def update(objective, prepared, row_tokens, rows):
   return jax.tree.map(lambda *x: np.sum(x, axis=0), *parts)
 
 
-@thinned("combination", COMBINATIONS, every=3)
+@thinned("combination", COMBINATIONS, every=5)
 def test_packing_and_cutting_change_nothing(combination):
   surrogate, aggregate, weight, keep = combination
   objective = dataclasses.replace(

@@ -11,9 +11,10 @@ import numpy as np
 import optax
 import pytest
 from thinned import thinned
+from tiny import ragged
 
 from jaxagent import config as configuration
-from jaxagent.methods import grpo, grpo_kl
+from jaxagent.methods import credit, grpo, grpo_kl, otc, spo_plus_plus, weigh
 from jaxagent.training import loop
 from jaxagent.training.build import build
 from jaxagent.training.checkpoint import Checkpointer
@@ -111,7 +112,7 @@ def test_two_n_steps_equal_n_steps_a_resume_and_n_steps(tmp_path, method):
   assert kept[:2] == kept[2:]
 
 
-@thinned("number, where", [signal.SIGINT, signal.SIGTERM], ["rollout", "update"], every=3)
+@thinned("number, where", [signal.SIGINT, signal.SIGTERM], ["rollout", "update"], every=4)
 def test_a_signal_saves_the_last_finished_step(tmp_path, number, where):
   class Knock(Luck):
     async def step(self, actions):
@@ -151,6 +152,7 @@ def test_a_batch_that_is_not_finite_is_kept_and_not_applied(tmp_path):
   assert len(kept) == 1
 
 
+@pytest.mark.slow
 def test_epochs_and_minibatches_clip_against_the_parameters_before_the_first_update():
   config = tiny(training__epochs=2, training__minibatches=2, optimizer__learning_rate=0.05)
   state, records = run(config)
@@ -222,6 +224,25 @@ def test_what_a_method_cannot_do_is_said_before_anything_runs(changes, method, m
     run(tiny(**changes), method=chosen)
 
 
+def test_a_memory_too_small_for_the_tasks_is_an_error():
+  with pytest.raises(ValueError, match=r"task must hold ids in \[0, 2\)"):
+    run(tiny(run__steps=2), method=spo_plus_plus(tasks=2))  # the second step has tasks 2 and 3
+
+
+def test_what_the_environment_says_is_the_method_s_column():
+  """A preset that declares a column without a source takes it from the steps."""
+
+  class Frugal(Luck):
+    async def step(self, actions):
+      return dataclasses.replace(await super().step(actions), info={"columns": {"tool_cost": 1.0}})
+
+  config = tiny(run__steps=1)
+  parts = build(config, env=LuckyTasks(environment=Frugal), method=otc())
+  assert np.isfinite(run(config, parts=parts)[1][0]["loss"])
+  with pytest.raises(ValueError, match="nothing provides tool_cost"):
+    run(config, method=otc())
+
+
 def test_fewer_tasks_than_prompts_is_an_error():
   config = tiny()
   with pytest.raises(ValueError, match=r"has 1 tasks but rollout\.prompts is 2"):
@@ -289,19 +310,22 @@ def test_a_sliding_policy_trains_on_the_last_window_and_scores_it_as_it_sampled_
   assert whole[0]["tokens"] == whole[0]["rollouts/sampled_tokens"] and whole[0]["logp_gap/max"] < 1e-4
 
 
-@pytest.mark.slow
 def test_advantages_are_those_of_whole_rollouts():
   """A reward that counts the tokens that were sampled is not changed by what is cut afterwards."""
 
-  def counted(mask, reward):
-    return reward + mask.sum(-1)
+  def counted(mask, outcome):
+    return outcome + mask.sum(-1)
 
-  def largest(reward, mask):
-    return (reward - mask.sum(-1)).max()
-
-  method = dataclasses.replace(grpo, reward=(counted,), metrics=(("uncounted", largest),))
-  _, [record] = run(tiny(model__shape=SLIDING, training__backprop_windows=1, run__steps=1), method=method)
-  assert record["method/uncounted"] >= 4 and record["tokens"] <= 4 * 8
+  parts = build(tiny(model__shape=SLIDING, training__backprop_windows=1), env=LuckyTasks())
+  method = dataclasses.replace(grpo, reward=(counted,))
+  whole, _ = credit(method, ragged())
+  cut = loop.truncation(tiny(model__shape=SLIDING, training__backprop_windows=1), parts)(jax.device_get(whole))
+  prepared = weigh(method, cut)
+  kept, advantage = np.asarray(prepared.keep), np.asarray(whole.columns["advantage"])
+  assert 0 < kept.sum() < np.asarray(whole.mask).sum() and kept.sum(1).max() <= 4
+  for row, of_row in enumerate(kept):
+    assert set(np.asarray(prepared.advantage)[row, of_row]) <= set(advantage[row, np.asarray(whole.mask)[row]])
+  assert np.abs(np.asarray(prepared.advantage)).max() > 0
 
 
 def reads_old(logp_old, mask):
