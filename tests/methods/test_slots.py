@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 from numpy.testing import assert_allclose
 from ragged import N, S, T, ragged
 

@@ -366,6 +366,7 @@ def on_devices(sizes):
   return on_mesh(policy, mesh), shard_params(params, policy.axes, mesh=mesh), placed
 
 
+@pytest.mark.slow
 def test_rows_over_a_mesh_change_nothing():
   policy, params, rows = on_devices({"data": 8})
   np.testing.assert_allclose(jax.jit(states_of(policy))(params, *rows), trained()[-1], atol=1e-5)

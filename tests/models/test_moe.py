@@ -174,6 +174,7 @@ def model():
 ROWS = (jnp.arange(12).reshape(2, 6), jnp.broadcast_to(jnp.arange(6), (2, 6)), jnp.zeros((2, 6), jnp.int32))
 
 
+@pytest.mark.slow
 def test_replay_of_the_own_record_changes_nothing_and_of_another_one_rules():
   _, params, forward = model()
   live = forward(params, *ROWS)

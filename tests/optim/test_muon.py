@@ -104,6 +104,7 @@ def test_the_update_does_not_depend_on_the_gradient_s_size(size):
   assert relative(got, want) < 1e-4
 
 
+@pytest.mark.slow
 def test_parts_heads_and_transposes_are_matrices_of_their_own():
   tx = scale_by_muon(scale=lambda rows, columns: 1.0)
   alone = lambda g: tx.update({"w": g}, tx.init({"w": g}))[0]["w"]  # noqa: E731
@@ -173,6 +174,7 @@ def test_composes_with_optax_and_compiles_once(name):
   assert muon_metrics(state)["update_rms"] > 0
 
 
+@pytest.mark.slow
 def test_multi_steps_is_the_update_of_the_mean():
   params, tx = tree(0), muon(0.1)
   several = optax.MultiSteps(tx, every_k_schedule=2)

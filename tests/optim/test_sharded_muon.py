@@ -188,6 +188,7 @@ def test_a_transposed_array_among_as_many_as_the_axis_has_devices():
   assert relative(got, want) < 1e-5
 
 
+@pytest.mark.slow
 def test_axes_choose_the_devices():
   sizes, spec = LAYOUTS["fsdp x tensor"]
   mesh = make_mesh(config.Mesh(**sizes))
@@ -200,6 +201,7 @@ def test_axes_choose_the_devices():
     scale_by_muon(mesh=mesh, axes=("model",)).update(gradients, tx.init(gradients))
 
 
+@pytest.mark.slow
 def test_the_gram_form_on_a_mesh():
   step, placed, state_placed, tx = compiled("fsdp", iteration=gram_newton_schulz)
   got, _ = step(jax.device_put(tree(1), placed), jax.device_put(tx.init(tree(0)), state_placed),
