@@ -48,14 +48,9 @@ class Objective:
   columns: tuple[tuple[str, Slot], ...] = ()
 
   @property
-  def later(self) -> tuple[Slot, ...]:
-    """Slots that see the whole batch with its advantages, in the order in which they are called."""
-    return (*self.keep, *self.weight, self.aggregate, *(slot for _, slot in self.columns))
-
-  @property
   def whole(self) -> tuple[Slot, ...]:
     """Slots that see the whole batch, in the order in which they are called."""
-    return (*self.advantage, *self.later)
+    return (*self.advantage, *self.keep, *self.weight, self.aggregate, *(slot for _, slot in self.columns))
 
   @property
   def differentiated(self) -> tuple[Slot, ...]:

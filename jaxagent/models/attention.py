@@ -1,4 +1,4 @@
-"""Attention of packed rows, by kind of layer: dense where rows are short and nothing slides, else by blocks."""
+"""Attention of packed rows, by kind of layer: through a dense mask where rows are short, else by blocks."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""The shape of the built-in decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE."""
+"""The shape of the built-in decoder: Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE."""
 
 import dataclasses
 import typing

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxagent.checks import concrete
 from jaxagent.models import cache as caches
 from jaxagent.models.attention import packed_attention
 from jaxagent.models.cache import Cache, View
@@ -21,7 +22,6 @@ from jaxagent.models.config import DecoderConfig
 from jaxagent.models.layers import attention, product, rms_norm, rotate, rotation
 from jaxagent.models.moe import FusedMoe, Moe
 from jaxagent.models.policy import Hidden, Params, Policy
-from pallas_kernels.prefix_sliding.checks import concrete
 
 REWIND = 32  # tokens by which a row of a sliding policy can be cut back
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from random_params import random_params
 from thinned import thinned
 
 from jaxagent import config as run_config
@@ -51,14 +52,7 @@ def short_rows_go_by_blocks_too(monkeypatch):
 def built(config):
   """Policy, parameters that are all at random, prepared weights, and the jitted functions."""
   policy = decoder_policy(config, rewind=REWIND)
-  rng = np.random.default_rng(0)
-
-  def draw(path, x):
-    if "norm" in jax.tree_util.keystr(path):
-      return jnp.asarray(rng.uniform(0.5, 1.5, x.shape), jnp.float32)
-    return jnp.asarray(rng.normal(size=x.shape) * x.shape[-2] ** -0.5, jnp.float32)
-
-  params = jax.tree_util.tree_map_with_path(draw, jax.eval_shape(policy.init, jax.random.key(0)))
+  params = random_params(policy)
   return policy, params, jax.jit(policy.prepare)(params), jax.jit(policy.forward), jax.jit(policy.extend)
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_params import random_params
 from thinned import thinned
 
 from jaxagent.models.cache import grow, reset_rows
@@ -32,14 +33,7 @@ ROWS, LENGTH = 2, 8  # nearly every test has this shape: one compilation
 def built(config):
   """Policy, parameters that are all at random (norms and biases too), and the jitted functions."""
   policy = decoder_policy(config)
-  rng = np.random.default_rng(0)
-
-  def draw(path, x):
-    if "norm" in jax.tree_util.keystr(path):
-      return jnp.asarray(rng.uniform(0.5, 1.5, x.shape), jnp.float32)
-    return jnp.asarray(rng.normal(size=x.shape) * x.shape[-2] ** -0.5, jnp.float32)
-
-  params = jax.tree_util.tree_map_with_path(draw, jax.eval_shape(policy.init, jax.random.key(0)))
+  params = random_params(policy)
   return policy, params, jax.jit(policy.forward), jax.jit(policy.extend, static_argnames="slots")
 
 
