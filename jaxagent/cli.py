@@ -1,4 +1,4 @@
-"""The command line: `jaxagent train | eval | sample | config | export | rollouts`."""
+"""The command line: `jaxagent train | eval | sample | serve | config | export | rollouts`."""
 
 import argparse
 import re
@@ -11,6 +11,10 @@ EXIT_INTERRUPTED = 130
 TRAIN = """\
 Train by a configuration. Any of its keys can be set on the command line: --rollout.samples 4 --seed=1.
 `jaxagent config --keys` lists the keys. Ctrl-C and SIGTERM save a checkpoint, then stop."""
+
+SERVE = """\
+Answer OpenAI-compatible HTTP requests: /v1/chat/completions, /v1/completions, /v1/models, and /health.
+A request can bring token ids (prompt, prompt_token_ids) and ask for them (return_token_ids)."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,6 +48,19 @@ def parser() -> argparse.ArgumentParser:
   sample.add_argument("--top-k", type=int, default=0, help="0 keeps all")
   sample.add_argument("--max-tokens", type=int, default=128)
   sample.add_argument("--seed", type=int, default=0)
+
+  serve = command("serve", "answer OpenAI-compatible HTTP requests with a run or a model", SERVE)
+  serve.add_argument("source", metavar="MODEL", help="a run, a Hugging Face folder or name, or a .gguf")
+  serve.add_argument("--host", default="127.0.0.1", help="an address to listen at (default: this machine only)")
+  serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
+  serve.add_argument("--slots", type=int, default=8, help="sequences that are decoded at once")
+  serve.add_argument("--capacity", type=int, default=4096, help="tokens of a prompt and its answer")
+  serve.add_argument("--api-key", metavar="KEY", help="needed where --host is not this machine (or JAXAGENT_API_KEY)")
+  serve.add_argument("--name", help="the model's name (default: that of the folder or file)")
+  serve.add_argument(
+    "--tool-format", choices=("hermes", "qwen_xml", "plain"),
+    help="how the model writes tool calls (default: a run's own, else hermes)",
+  )  # fmt: skip
 
   config = command("config", "print the resolved configuration")
   config.add_argument("config", nargs="?", help="a YAML file (default: the built-in defaults)")

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import os
 import re
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from jaxagent.config import Config
 from jaxagent.envs.base import Tasks
 from jaxagent.evaluation.evaluate import evaluate
 from jaxagent.methods import Method
+from jaxagent.models.chat import Chat
 from jaxagent.models.loading import export as export_model
+from jaxagent.models.policy import Policy
 from jaxagent.report import display, store
 from jaxagent.report.trackers import JsonlWriter, TensorboardWriter, WandbWriter, Writer, combine
 from jaxagent.sampling.engine import Engine
@@ -299,14 +302,25 @@ def eval_command(args: argparse.Namespace, rest: list[str]) -> int:
   return 0
 
 
-def sample_command(args: argparse.Namespace, rest: list[str]) -> int:
-  if (epath.Path(args.source) / "config.yaml").exists():
-    config, parts, params, _ = read_run(args.source)
+def read_policy(source: str, *, tool_format: str | None = None) -> tuple[Policy, Any, Chat]:
+  """Policy, parameters and chat of a run, a Hugging Face folder or name, or a .gguf.
+
+  `tool_format`: by default a run's own, and "hermes" for a model.
+  """
+  if (epath.Path(source) / "config.yaml").exists():
+    config, parts, params, _ = read_run(source)
     policy, chat = parts.policy, parts.chat
+    if tool_format not in (None, chat.tool_format):
+      raise ValueError(f"{source} is a run with the tool format {chat.tool_format!r}, not {tool_format!r}")
   else:
-    config = configuration.load(None, ["--model.path", args.source])
+    config = configuration.load(None, ["--model.path", source, "--model.tool_format", tool_format or "hermes"])
     policy, params, chat = build_model(config)
   set_compilation_cache(config)
+  return policy, params, chat
+
+
+def sample_command(args: argparse.Namespace, rest: list[str]) -> int:
+  policy, params, chat = read_policy(args.source)
   messages = [{"role": "user", "content": args.prompt}]
   if args.system is not None:
     messages.insert(0, {"role": "system", "content": args.system})
@@ -321,6 +335,33 @@ def sample_command(args: argparse.Namespace, rest: list[str]) -> int:
   for completion in engine.generate([prompt], n=args.n, sampling=rules)[0]:
     ids = completion.ids[:-1] if completion.finish == "stop" else completion.ids
     display.say(chat.tokenizer.decode(ids))
+  return 0
+
+
+def serve_command(args: argparse.Namespace, rest: list[str]) -> int:
+  try:
+    from jaxagent.serve import server
+    from jaxagent.serve.app import Served
+  except ModuleNotFoundError as error:
+    raise ValueError(f"jaxagent serve needs an extra ({error}): pip install 'jaxagent[serve]'") from None
+  key = os.environ.get("JAXAGENT_API_KEY") or None if args.api_key is None else args.api_key
+  key = server.checked_key(args.host, key)
+  with server.bind(args.host, args.port) as bound:  # a port that is taken is told before the model is loaded
+    policy, params, chat = read_policy(args.source, tool_format=args.tool_format)
+    engine = Engine(
+      policy,
+      params,
+      tokenizer=chat.tokenizer,
+      slots=args.slots,
+      capacity=args.capacity,
+      max_pending=max(256, 16 * args.slots),
+      seed=secrets.randbits(31),
+      lockstep=False,
+    )
+    name = args.name or server.model_name(args.source)
+    bound.listen(server.BACKLOG)
+    display.say(f"serving {name} at {server.url(bound)}; Ctrl-C stops")
+    server.run(Served(engine, chat, name), bound, api_key=key)
   return 0
 
 
