@@ -13,11 +13,12 @@ from jaxagent.envs.dataset import Dataset
 from jaxagent.envs.importing import attribute
 from jaxagent.envs.reasoning_gym import ReasoningGym
 from jaxagent.envs.splits import require_split, task_seed
+from jaxagent.envs.team import Team
 from jaxagent.envs.workflow import Workflow
 
 ENVIRONMENTS: dict[str, Callable[..., Tasks]] = {
   "calculator": Calculator, "reasoning_gym": ReasoningGym, "dataset": Dataset,
-  "workflow": Workflow,
+  "team": Team, "workflow": Workflow,
 }  # fmt: skip
 
 
