@@ -14,11 +14,12 @@ from jaxagent.envs.importing import attribute
 from jaxagent.envs.reasoning_gym import ReasoningGym
 from jaxagent.envs.splits import require_split, task_seed
 from jaxagent.envs.team import Team
+from jaxagent.envs.terminal import Terminal
 from jaxagent.envs.workflow import Workflow
 
 ENVIRONMENTS: dict[str, Callable[..., Tasks]] = {
   "calculator": Calculator, "reasoning_gym": ReasoningGym, "dataset": Dataset,
-  "team": Team, "workflow": Workflow,
+  "team": Team, "terminal": Terminal, "workflow": Workflow,
 }  # fmt: skip
 
 
