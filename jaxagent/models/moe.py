@@ -112,7 +112,8 @@ class Moe(nnx.Module):
     rows = grouped_product(jax.nn.silu(gate) * up, self.down[...], groups, c.dtype)
     y = jnp.sum(weights[..., None] * collect(rows, groups), axis=1)
     shape = x.shape[:2]
-    aux = {"routing": experts.astype(jnp.int16).reshape(*shape, -1), "router_probs": probabilities.reshape(*shape, -1)}
+    integer = jnp.int8 if c.experts <= jnp.iinfo(jnp.int8).max + 1 else jnp.int16
+    aux = {"routing": experts.astype(integer).reshape(*shape, -1), "router_probs": probabilities.reshape(*shape, -1)}
     return y.reshape(x.shape), aux
 
 

@@ -15,7 +15,8 @@ Cache = Any
 
 @pytree
 class Hidden:
-  """Last hidden states and what layers report: `routing` [B, T, L, K] int16, `router_probs` [B, T, L, E] for MoE."""
+  """Last hidden states and what layers report: for MoE `routing` [B, T, L, K], in the smallest integer
+  type, and `router_probs` [B, T, L, E]."""
 
   states: Float[Array, "B T D"]
   aux: dict[str, Array] = dataclasses.field(default_factory=dict)

@@ -1,22 +1,21 @@
-"""The engine: many token streams, a fixed number of cache rows, two device programs.
+"""The engine: many token streams, a fixed number of cache rows, few device programs.
 
 A *session* is one token stream. Its tokens are on the host; all but the last of them are *processed* into a row of the
 device's cache before the next one is sampled. Work goes in *calls*, each one prefill or up to K decoding steps over all
 the rows that are ready. Between calls rows are freed and filled again.
 
 The policy's cache must overwrite what it stored at a position when that position is processed again, and a token must
-attend only to stored positions up to its own; then a row can be reused, or cut back, without being cleared. A row is
-cut back by fewer tokens than one call has steps.
+attend only to stored positions up to its own; then a row can be reused, cut back, or copied from a stream that begins
+the same way, without being cleared. A row is cut back by fewer tokens than one call has steps.
 """
 
 import asyncio
 import collections
-import contextvars
 import dataclasses
 import functools
 import heapq
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -25,176 +24,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxagent.models.policy import Policy
-from jaxagent.sampling import programs, rules
+from jaxagent.sampling import calls, programs, rules
+from jaxagent.sampling.calls import Call
 from jaxagent.sampling.request import Sampling
+from jaxagent.sampling.rows import SHARE, Offloaded, Rows
+from jaxagent.sampling.session import Participant, Session, Turn, participants
 from jaxagent.types import Completion
-
-CHUNKS = (16, 128)  # tokens of a row that one prefill call processes
-FEW = 4  # rows of the small prefill calls; twice as many in the small decode calls
-CALL_COST = 256  # what a prefill call costs beside its tokens, in tokens
-
-_participant: contextvars.ContextVar = contextvars.ContextVar("participant", default={})  # noqa: B039 (never mutated)
-
-
-@dataclasses.dataclass(eq=False)
-class _Turn:
-  """A request in flight and what it has sampled so far."""
-
-  session: "Session"
-  sampling: Sampling
-  order: int
-  start: int  # tokens of the stream before the turn
-  first_routing: int  # the stream position whose routing is reported first
-  closes: bool = False  # the session ends with this turn
-  drawn: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)  # logps, entropy, version
-  routing: list[np.ndarray] = dataclasses.field(default_factory=list)
-  routed: int = 0  # rows in `routing`
-  searched: int = 0  # tokens that complete no stop string
-  future: asyncio.Future | None = None
-  completion: Completion | None = None
-  error: BaseException | None = None
-
-  @property
-  def done(self) -> bool:
-    return self.completion is not None or self.error is not None
-
-  def record_routing(self, at: int, rows: np.ndarray | None) -> None:
-    """Keeps the rows, of stream positions from `at` on, that were not reported before."""
-    if rows is not None:
-      rows = rows[max(self.first_routing + self.routed - at, 0) :]
-      self.routing.append(rows)
-      self.routed += len(rows)
-
-  def settle(self, completion: Completion | None = None, error: BaseException | None = None) -> None:
-    self.completion, self.error = completion, error
-    if self.future is not None and not self.future.done():
-      self.future.set_exception(error) if error else self.future.set_result(completion)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-  """One device call, planned: everything it reads, and whose work it does."""
+class _Job:
+  """A planned call with what it runs under: moves of rows that come first, weights, and the state of both."""
 
-  run: Any  # cache -> (cache, results)
-  work: list[tuple[int, _Turn, int, int]]  # index in the call's arrays, turn, first stream position, tokens to prefill
+  call: Call
+  moves: tuple[Callable, ...]  # cache -> cache
+  weights: Any
   version: int
   generation: int  # of the cached keys
-
-
-class Session:
-  """One token stream: a prompt, then turns that the policy samples and tokens that are appended between them.
-
-  It takes a cache row at its first `sample` and holds it until `close` (or the end of its participant), so that later
-  turns process only new tokens. Where every row is held by a session that is not sampling and another one waits, the
-  waiting one gets the row, and the other's tokens are processed again at its next turn; so sessions never deadlock.
-  """
-
-  def __init__(
-    self, engine: "Engine", tokens: list[int], key: np.ndarray, index: int, participant: "Participant | None"
-  ):
-    self.tokens = tokens  # the stream so far; read it, change it by `append`
-    self.prefix_length = len(tokens)  # of the first prompt, which a prefix-sliding policy keeps
-    self.index = index
-    self.closed = False
-    self._engine = engine
-    self._key = key
-    self._participant = participant
-    self._turn: _Turn | None = None
-    self._row: int | None = None
-    self._processed = 0  # leading tokens whose keys the row holds
-    self._reported = 0  # leading tokens whose routing a completion has reported
-
-  @property
-  def room(self) -> int:
-    """Tokens that the stream can still take."""
-    return self._engine.capacity - len(self.tokens)
-
-  async def sample(self, sampling: Sampling | None = None) -> Completion:
-    """The next turn. Cancelling it takes its tokens back and frees the row; the session can go on.
-
-    Errors: ValueError for a closed session, one that is already sampling, no room left, or a request that the engine
-    cannot serve; FloatingPointError where the logits are not finite.
-    """
-    turn = self._engine._submit(self, sampling or Sampling())
-    turn.future = asyncio.get_running_loop().create_future()
-    self._engine._notify()
-    try:
-      return await turn.future
-    except asyncio.CancelledError:
-      self._engine._abort(turn)
-      raise
-
-  def append(self, ids: Sequence[int]) -> None:
-    """Adds tokens that the policy did not sample. Errors: ValueError if they are not ids, or more than `room`."""
-    self._check_idle("append to")
-    ids = self._engine._ids(ids, "appended tokens")
-    if len(ids) > self.room:
-      raise ValueError(
-        f"{len(ids)} tokens appended to a session of {len(self.tokens)} exceed the engine's capacity of"
-        f" {self._engine.capacity}; shorten them, end the episode (Session.room says what fits), or raise the capacity"
-      )
-    self.tokens.extend(ids)
-
-  def close(self) -> None:
-    """Frees the row. A turn in flight ends with an error. Closing twice does nothing."""
-    if not self.closed:
-      self.closed = True
-      self._engine._close(self)
-
-  def __enter__(self) -> "Session":
-    return self
-
-  def __exit__(self, *error) -> None:
-    self.close()
-
-  @property
-  def _rank(self) -> tuple[int, int]:
-    return self._participant.number if self._participant else 0, self.index
-
-  @property
-  def _pending(self) -> int:
-    """Tokens to process before the last one can be decoded from."""
-    return max(len(self.tokens) - 1 - self._processed, 0)
-
-  def _check_idle(self, action: str) -> None:
-    if self.closed:
-      raise ValueError(f"cannot {action} a closed session; open a new one")
-    if self._turn is not None:
-      raise ValueError(f"cannot {action} a session while it samples a turn; await that turn first")
-
-  def _cut(self, length: int) -> None:
-    """Drops the tokens past `length`; their keys are overwritten before anything can attend to them."""
-    del self.tokens[length:]
-    self._processed = min(self._processed, length - 1)
-
-
-class Participant:
-  """An episode, as the engine counts them: `async with engine.participant(): ...`; sessions opened inside belong to it.
-
-  In lockstep the engine makes a device call only when every participant has a request in flight, so what a call holds
-  depends on the inputs and not on timing. At its end the participant's sessions are closed. Enter before the first
-  `sample` of any; agents that sample at the same time enter one each, and one that waits for another is not entered.
-  """
-
-  def __init__(self, engine: "Engine"):
-    self._engine = engine
-    self.number = -1
-    self.sessions: list[Session] = []
-
-  async def __aenter__(self) -> "Participant":
-    self._engine._participants.append(self)
-    self._engine._entered += 1
-    self.number = self._engine._entered
-    self._outer = _participant.get()
-    _participant.set({**self._outer, self._engine: self})
-    return self
-
-  async def __aexit__(self, *error) -> None:
-    for session in self.sessions:
-      session.close()
-    _participant.set(self._outer)
-    self._engine._participants.remove(self)
-    self._engine._notify()
 
 
 class Engine:
@@ -208,18 +54,24 @@ class Engine:
       turn = await session.sample(Sampling(stop_ids=(2,)))
       session.append(tool_result_ids)
 
+  Streams that begin alike share the work: what a row holds of a common beginning (16 tokens or more) is copied, so the
+  prompt of a group is processed once. Keys belong to the weights that made them: `load` ends the sharing.
+
   Randomness: the uniform of a token is a function of its session's key and its position in the stream alone. So a
   result does not depend on what else is in flight, on slots or on K, but for rounding in the last bits of the logits.
-  With `lockstep` the asynchronous front is deterministic bit for bit: see `Participant`.
+  With `lockstep` the asynchronous front is deterministic bit for bit: see `Participant`; what ended sessions hold is
+  then forgotten once none is left.
 
   Log-probs are those of the policy at temperature T (see `rules.sample`); every limit and rule is traced, and shapes
-  are few: at most four of prefill and two of decode, whatever the lengths.
+  are few: at most three of prefill and two of decode, whatever the lengths.
 
   Memory: the cache and `policy.prepare(params)`, whose arrays may be those of `params`: after donating these to another
   computation, `load` before sampling again.
 
   `mesh`: weights that are not on it are replicated over it, and rows are split over its axes "data" and "fsdp" where
   their sizes divide `slots`. By default the mesh of the parameters.
+  `offload`: sessions whose keys may rest in host memory when others need their rows, at `row_bytes` each; the tokens of
+  more are processed again. `prefill_tokens`: about what one prefill call processes; raise it on large accelerators.
   `tokenizer`: anything with `decode(ids) -> str`; needed by stop strings only. `max_pending` bounds the requests in
   flight; one more is a RuntimeError.
   """
@@ -235,7 +87,8 @@ class Engine:
     capacity: int = 1024,
     seed: int = 0,
     steps_per_call: int = 16,
-    prefill_tokens: int = 2048,
+    prefill_tokens: int = 1024,
+    offload: int | None = None,
     max_pending: int | None = None,
     lockstep: bool = True,
     version: int = 0,
@@ -252,17 +105,20 @@ class Engine:
       )
     self.policy, self.tokenizer, self.slots, self.capacity = policy, tokenizer, slots, capacity
     self.version = version
+    self._offload = slots if offload is None else offload
     self._steps, self._max_pending, self._lockstep = steps_per_call, max_pending, lockstep
     self._key = jax.random.key(seed)
     self._opened, self._calls, self._order, self._entered = collections.Counter(), 0, 0, 0
-    self._rows: list[Session | None] = [None] * slots
-    self._turns: dict[_Turn, None] = {}  # in flight, in the order of submission
+    self._rows = Rows(policy, slots)
+    self._offloaded: dict[Session, None] = {}  # in the order in which they lost their rows
+    self._moves: list[Callable] = []  # cache -> cache, before the next call
+    self._turns: dict[Turn, None] = {}  # in flight, in the order of submission
     self._participants: list[Participant] = []
     self._generation, self._prefilled, self._busy = 0, False, False
     self._lock = threading.Lock()
     self._driver: asyncio.Task | None = None
     self._wake: asyncio.Event | None = None
-    self._shapes = _prefill_shapes(slots, capacity, prefill_tokens)
+    self._shapes = calls.prefill_shapes(slots, capacity, prefill_tokens)
     self._build(mesh, params)
 
   def _build(self, mesh, params) -> None:
@@ -279,13 +135,22 @@ class Engine:
     jit = functools.partial(jax.jit, out_shardings=(cache, rest))
     self._prefill = jit(functools.partial(programs.prefill, self.policy, axes), donate_argnums=1)
     self._decode = jit(functools.partial(programs.decode, self.policy, axes, self._steps), donate_argnums=1)
+    self._copy = jax.jit(functools.partial(programs.copy, axes), donate_argnums=0, out_shardings=cache)
+    self._read = jax.jit(functools.partial(programs.read, axes), out_shardings=rest)
+    self._write = jax.jit(functools.partial(programs.write, axes), donate_argnums=0, out_shardings=cache)
     self._weights = self._prepare(jax.device_put(params, self._params_sharding))
     self._cache = self._new_cache()
 
   @property
   def compiles(self) -> int:
-    """Programs compiled so far for prefill and decode."""
-    return self._prefill._cache_size() + self._decode._cache_size()
+    """Programs compiled so far, of prefill and decode; one each to copy a row, to take it off the device, and back."""
+    made = (self._prefill, self._decode, self._copy, self._read, self._write)
+    return sum(program._cache_size() for program in made)
+
+  @property
+  def row_bytes(self) -> int:
+    """Bytes of one row of the cache."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(self._cache)) // self.slots
 
   # what a caller does
 
@@ -345,7 +210,7 @@ class Engine:
       index = before
     else:
       key = jax.random.fold_in(key, index)
-    participant = _participant.get().get(self)
+    participant = participants.get().get(self)
     session = Session(self, tokens, np.asarray(jax.random.bits(key, (2,), "uint32")), index, participant)
     if participant is not None:
       participant.sessions.append(session)
@@ -361,7 +226,7 @@ class Engine:
     """New weights of the same shapes, from the next call on; `version` (default: one more) is recorded with each token.
 
     Live sessions go on. Their keys in the cache are computed again under the new weights ("recompute"), or stay as they
-    are ("keep"). Routing that was reported is not reported again.
+    are ("keep"); either way nobody else copies them. Routing that is known already is not reported anew.
     """
     if on_load not in ("recompute", "keep"):
       raise ValueError(f'on_load must be "recompute" or "keep", got {on_load!r}')
@@ -369,21 +234,33 @@ class Engine:
       raise ValueError("load needs parameters of the engine's tree, shapes and dtypes; build a new engine for others")
     self._weights = self._prepare(jax.device_put(params, self._params_sharding))
     self.version = self.version + 1 if version is None else version
+    self._rows.epoch += 1
+    self._rows.forget()
     if on_load == "recompute":
       self._forget_keys()
+
+  def _enter(self, participant: Participant) -> int:
+    self._participants.append(participant)
+    self._entered += 1
+    return self._entered
+
+  def _leave(self, participant: Participant) -> None:
+    self._participants.remove(participant)
+    self._forget_if_idle()
+    self._notify()
 
   def step(self) -> bool:
     """Makes one device call, if there is work. Returns whether requests remain in flight."""
     if self._busy:
       raise RuntimeError("a device call for session.sample is in flight; await the sessions before step or generate")
     if self._turns:
-      call = self._plan()
+      job = self._plan()
       try:
-        results = self._execute(call)
+        results = self._execute(job)
       except BaseException as error:  # an interrupt too: the cache was given away
-        self._fail(call, error)
+        self._fail(job, error)
         raise
-      self._commit(call, results)
+      self._commit(job, results)
     return bool(self._turns)
 
   # checks at submission
@@ -423,10 +300,16 @@ class Engine:
       raise ValueError(
         f"at most {programs.STOP_IDS} stop_ids are possible, got {len(sampling.stop_ids)}; use fewer, or stop strings"
       )
+    for name, ids in (("logit_bias", [i for i, _ in sampling.logit_bias]), ("allowed", sampling.allowed or ())):
+      self._ids(ids, name)
+      if len(set(ids)) != len(ids):
+        raise ValueError(f"Sampling.{name} lists an id twice; give each once")
+      if len(ids) > rules.BIASES:
+        raise ValueError(f"Sampling.{name} may list {rules.BIASES} ids, got {len(ids)}; use fewer")
     if sampling.stop and self.tokenizer is None:
       raise ValueError(f"stop strings {sampling.stop} need a tokenizer: Engine(..., tokenizer=...), or use stop_ids")
 
-  def _submit(self, session: Session, sampling: Sampling, closes: bool = False) -> _Turn:
+  def _submit(self, session: Session, sampling: Sampling, closes: bool = False) -> Turn:
     session._check_idle("sample from")
     self._check_sampling(sampling)
     if session.room < 1:
@@ -439,97 +322,125 @@ class Engine:
         f"{len(self._turns)} requests are in flight, the engine's max_pending; wait for some to finish, or raise it"
       )
     self._order += 1
-    turn = _Turn(session, sampling, self._order, len(session.tokens), session._reported, closes)
+    turn = Turn(session, sampling, self._order, len(session.tokens), session._reported, closes)
     session._turn = turn
     self._turns[turn] = None
     return turn
 
   # a call: plan (reads and writes the host's state), execute (may run in another thread), commit
 
-  def _plan(self) -> _Call:
+  def _plan(self) -> _Job:
     self._admit()
-    running = [s for s in self._rows if s is not None and s._turn is not None]
-    pending, ready = [s for s in running if s._pending], [s for s in running if not s._pending]
+    running = [s for s in self._rows.sessions if s is not None and s._turn is not None]
+    pending = self._share([s for s in running if s._pending])
+    ready = [s for s in running if not s._pending]
     # a decode call between two prefill calls where more rows would wait than gain: a long prompt stalls nobody
     self._prefilled = bool(pending) and not (self._prefilled and len(ready) > len(pending))
-    return self._plan_prefill(pending) if self._prefilled else self._plan_decode(ready)
+    if self._prefilled:
+      call = calls.plan_prefill(pending, self._shapes, self.slots)
+    else:
+      call = calls.plan_decode(ready, self.slots, self.capacity)
+    for _, turn, _, _ in call.work:
+      if not turn.session._processed:
+        self._begin(turn.session)
+    moves, self._moves = tuple(self._moves), []
+    return _Job(call, moves, self._weights, self.version, self._generation)
 
   def _admit(self) -> None:
+    """Gives rows to turns that wait for one."""
     queue = [turn for turn in self._turns if turn.session._row is None]
-    if queue and all(s is not None and s._turn is None for s in self._rows):
-      for session in sorted(self._rows, key=lambda s: s._rank, reverse=True)[: len(queue)]:
-        self._release(session)
-    free = [row for row, session in enumerate(self._rows) if session is None]
-    for turn, row in zip(heapq.nsmallest(len(free), queue, key=lambda t: (*t.session._rank, t.order)), free):
-      self._rows[row], turn.session._row = turn.session, row
+    queue = heapq.nsmallest(self.slots, queue, key=lambda turn: (*turn.session._rank, turn.order))
+    held = [s for s in self._rows.sessions if s is not None]
+    idle = sorted((s for s in held if s._turn is None), key=lambda s: s._rank, reverse=True)
+    if self._offload or len(idle) == len(held):  # else the running ones' rows are sooner there than tokens again
+      for session in idle[: max(len(queue) - (self.slots - len(held)), 0)]:
+        self._take_row(session)
+    for turn, row in zip(queue, self._rows.free()):
+      self._rows.give(row, turn.session)
+      self._restore(turn.session)
 
-  def _plan_prefill(self, pending: list[Session]) -> _Call:
-    pending = sorted(pending, key=lambda s: (-s._pending, s._row))
+  def _take_row(self, session: Session) -> None:
+    """Frees the row of a session that is not sampling; its keys go to host memory if there is room."""
+    kept = Offloaded(session._processed, session._written, session._epoch, self._generation)
+    row = np.array([session._row], np.int32)
+    self._rows.release(session)
+    if self._offload and kept.count:
+      while len(self._offloaded) >= self._offload:
+        self._drop_offloaded(next(iter(self._offloaded)))
+      self._offloaded[session], session._host = None, kept
 
-    def use(shape):  # tokens that matter for each unit of cost
-      rows, chunk = shape
-      return sum(min(s._pending, chunk) for s in pending[:rows]) / (rows * chunk + CALL_COST)
+      def move(cache):
+        kept.part = jax.device_get(self._read(cache, row))
+        return cache
 
-    rows, chunk = max(self._shapes, key=use)
-    place = self._places(pending[:rows], rows)
-    tokens, position = np.zeros((rows, chunk), np.int32), np.full((rows, chunk), -1, np.int32)
-    prefix_length = np.zeros(rows, np.int32)
-    work = []
-    for at, session in place.items():
-      start = session._processed
-      size = min(session._pending, chunk)
-      tokens[at, :size] = session.tokens[start : start + size]
-      position[at, :size] = np.arange(start, start + size)
-      prefix_length[at] = session.prefix_length
-      work.append((at, session._turn, start, size))
-    arrays = (self._row_index(place, rows), tokens, position, prefix_length)
-    weights = self._weights
-    return _Call(lambda cache: self._prefill(weights, cache, *arrays), work, self.version, self._generation)
+      self._moves.append(move)
 
-  def _plan_decode(self, ready: list[Session]) -> _Call:
-    few = min(2 * FEW, self.slots)
-    size = few if len(ready) <= few else self.slots
-    place = self._places(ready, size)
-    rows = _filler(size)
-    for at, session in place.items():
-      _fill(rows, at, session, self.capacity, self.policy.vocab_size)
-    work = [(at, session._turn, len(session.tokens) - 1, 0) for at, session in place.items()]
-    arrays = (self._row_index(place, size), rows)
-    weights = self._weights
-    return _Call(lambda cache: self._decode(weights, cache, *arrays), work, self.version, self._generation)
+  def _restore(self, session: Session) -> None:
+    kept = session._host
+    self._drop_offloaded(session)
+    if kept is not None and kept.generation == self._generation:
+      row = np.array([session._row], np.int32)
+      self._rows.forget(session._row)
+      session._processed, session._written, session._epoch = kept.count, kept.written, kept.epoch
+      self._moves.append(lambda cache: self._write(cache, row, kept.part))
 
-  def _places(self, sessions: list[Session], size: int) -> dict[int, Session]:
-    """Where each session stands in a call of `size` rows: at its own row if all of them take part."""
-    return {session._row if size == self.slots else i: session for i, session in enumerate(sessions)}
+  def _drop_offloaded(self, session: Session) -> None:
+    self._offloaded.pop(session, None)
+    session._host = None
 
-  def _row_index(self, place: dict[int, Session], size: int) -> np.ndarray | None:
-    if size == self.slots:
-      return None
-    index = np.full(size, self.slots, np.int32)
-    index[list(place)] = [session._row for session in place.values()]
-    return index
+  def _share(self, pending: list[Session]) -> list[Session]:
+    """Copies beginnings that a row holds already. Returns whose tokens are to be processed now: not those of sessions
+    whose beginning another one is about to have."""
+    source, target, leading = [], [], []
+    for session in sorted(pending, key=lambda s: (-s._processed, *s._rank)):
+      if not session._processed:
+        row, count, routing = self._rows.shared(session)
+        if self._rows.promised(session, leading) > max(count, SHARE - 1):
+          continue
+        if count:
+          self._begin(session)
+          session._processed = session._written = count
+          session._record_routing(0, routing)
+          if row != session._row:
+            source.append(row)
+            target.append(session._row)
+      leading.append(session)
+    if source:
+      rows = np.zeros((2, self.slots), np.int32)
+      rows[:, : len(source)] = source, target
+      self._moves.append(lambda cache: self._copy(cache, *rows, np.int32(len(source))))
+    return [session for session in leading if session._pending]
 
-  def _execute(self, call: _Call):
+  def _begin(self, session: Session) -> None:
+    """The session's keys are about to be written into its row."""
+    session._epoch = self._rows.epoch
+    self._rows.forget(session._row)
+
+  def _execute(self, job: _Job):
     with self._lock:
-      self._cache, results = call.run(self._cache)
+      for move in job.moves:
+        self._cache = move(self._cache)
+      program = self._prefill if job.call.prefills else self._decode
+      self._cache, results = program(job.weights, self._cache, *job.call.arrays)
       return jax.device_get(results)
 
-  def _commit(self, call: _Call, results) -> None:
-    for at, turn, start, size in call.work:
-      if turn.session._turn is not turn:
+  def _commit(self, job: _Job, results) -> None:
+    for at, turn, start, size in job.call.work:
+      session = turn.session
+      if session._turn is not turn:
         continue  # cancelled or closed meanwhile
-      if isinstance(results, programs.Decoded):
-        size = int(results.count[at])
-        self._take_drawn(turn, at, size, results, call.version)
-        turn.record_routing(start, None if results.routing is None else results.routing[:size, at])
+      if job.call.prefills:
+        session._record_routing(start, None if results is None else results[at, :size])
       else:
-        turn.record_routing(start, None if results is None else results[at, :size])
-      if call.generation == self._generation:
-        turn.session._processed = start + size
-      if isinstance(results, programs.Decoded) and turn.error is None:
+        size = int(results.count[at])
+        self._take_drawn(turn, at, size, results, job.version)
+        session._record_routing(start, None if results.routing is None else results.routing[:size, at])
+      if job.generation == self._generation:
+        session._processed = session._written = start + size
+      if not job.call.prefills and turn.error is None:
         self._finish_if_ended(turn)
 
-  def _take_drawn(self, turn: _Turn, at: int, size: int, results: programs.Decoded, version: int) -> None:
+  def _take_drawn(self, turn: Turn, at: int, size: int, results: programs.Decoded, version: int) -> None:
     drawn = results.drawn
     turn.session.tokens.extend(drawn.id[:size, at].tolist())
     values = [x[:size, at] for x in (drawn.logp_rollout, drawn.logp_sampled, drawn.entropy)]
@@ -540,7 +451,7 @@ class Engine:
         f" version {version}; look at the parameters, and at the last update's gradient"
       ))  # fmt: skip
 
-  def _finish_if_ended(self, turn: _Turn) -> None:
+  def _finish_if_ended(self, turn: Turn) -> None:
     session, sampling = turn.session, turn.sampling
     sampled = len(session.tokens) - turn.start
     cut = self._stop_string_end(turn) if sampling.stop else None
@@ -553,8 +464,10 @@ class Engine:
       self._complete(turn, "length")
     elif session.room < 1:
       self._complete(turn, "capacity")
+    else:
+      turn.hand_out()
 
-  def _stop_string_end(self, turn: _Turn) -> int | None:
+  def _stop_string_end(self, turn: Turn) -> int | None:
     """Tokens of the turn up to the one that completes a stop string."""
     ids = turn.session.tokens[turn.start :]
     has = lambda size: any(s in text for text in [self.tokenizer.decode(ids[:size])] for s in turn.sampling.stop)  # noqa: E731
@@ -563,27 +476,28 @@ class Engine:
       return None
     return next(size for size in range(turn.searched + 1, len(ids) + 1) if has(size))
 
-  def _complete(self, turn: _Turn, finish) -> None:
+  def _complete(self, turn: Turn, finish) -> None:
     session = turn.session
     size = len(session.tokens) - turn.start
     values = [np.concatenate(parts)[:size] for parts in zip(*turn.drawn)]
-    routing = None
-    if turn.routing:
-      routing = np.concatenate(turn.routing)[: len(session.tokens) - 1 - turn.first_routing]
+    routing = session._known_routing()
+    if routing is not None:
+      routing = routing[turn.first_routing : len(session.tokens) - 1]
       session._reported = turn.first_routing + len(routing)
     ids = np.array(session.tokens[turn.start :], np.int32)
+    turn.hand_out()
     self._end(turn, Completion(ids, values[0], values[1], values[3], finish, entropy=values[2], routing=routing))
 
   # how turns and sessions end
 
-  def _end(self, turn: _Turn, completion: Completion | None = None, error: BaseException | None = None) -> None:
+  def _end(self, turn: Turn, completion: Completion | None = None, error: BaseException | None = None) -> None:
     del self._turns[turn]
-    turn.session._turn = None
+    turn.session._turn, turn.session.completion = None, completion
     turn.settle(completion, error)
     if turn.closes or error is not None:
       turn.session.close()
 
-  def _abort(self, turn: _Turn) -> None:
+  def _abort(self, turn: Turn) -> None:
     """Takes a turn back whose caller was cancelled, be it in flight or just completed."""
     session = turn.session
     self._turns.pop(turn, None)
@@ -591,28 +505,34 @@ class Engine:
       session._turn = None
     session._cut(turn.start)
     session._reported = turn.first_routing
-    self._release(session)
+    self._rows.release(session, keep=False)
+    self._drop_offloaded(session)
+    self._forget_if_idle()
 
   def _close(self, session: Session) -> None:
-    if session._turn is not None:
-      self._end(session._turn, error=ValueError("the session was closed while it sampled a turn"))
-    self._release(session)
+    turn = session._turn
+    if turn is not None:
+      self._end(turn, error=ValueError("the session was closed while it sampled a turn"))
+    self._rows.release(session, keep=turn is None)
+    self._drop_offloaded(session)
+    self._forget_if_idle()
 
-  def _release(self, session: Session) -> None:
-    if session._row is not None:
-      self._rows[session._row] = None
-    session._row, session._processed = None, 0
+  def _forget_if_idle(self) -> None:
+    busy = self._participants or self._turns or self._offloaded or any(self._rows.sessions)
+    if self._lockstep and not busy:
+      self._rows.forget()
 
   def _forget_keys(self) -> None:
     self._generation += 1
-    for session in filter(None, self._rows):
-      session._processed = 0
+    self._rows.forget()
+    for session in filter(None, self._rows.sessions):
+      session._processed = session._written = 0
 
-  def _fail(self, call: _Call, error: BaseException) -> None:
+  def _fail(self, job: _Job, error: BaseException) -> None:
     """A device call failed: its turns end with the error, the others' keys, lost with the cache, are computed again."""
     self._cache = self._new_cache()
     self._forget_keys()
-    for _, turn, _, _ in call.work:
+    for _, turn, _, _ in job.call.work:
       if turn.session._turn is turn:
         self._end(turn, error=error)
 
@@ -635,42 +555,21 @@ class Engine:
         await self._call()
 
   async def _call(self) -> None:
-    call = self._plan()
+    try:
+      job = self._plan()
+    except Exception as error:  # nobody waits for an answer that does not come
+      for turn in list(self._turns):
+        self._end(turn, error=error)
+      return
     self._busy = True
     try:
-      results = await asyncio.to_thread(self._execute, call)
+      results = await asyncio.to_thread(self._execute, job)
     except Exception as error:
-      self._fail(call, error)
+      self._fail(job, error)
     else:
-      self._commit(call, results)
+      self._commit(job, results)
     finally:
       self._busy = False
-
-
-def _prefill_shapes(slots: int, capacity: int, budget: int) -> list[tuple[int, int]]:
-  """(rows, tokens a row) of the prefill calls: a few rows, and as many as `budget` tokens allow, for each chunk."""
-  chunks = {min(chunk, capacity) for chunk in CHUNKS}
-  return sorted({(rows, c) for c in chunks for rows in (min(FEW, slots), min(max(budget // c, 1), slots))})
-
-
-def _filler(size: int) -> programs.Decoding:
-  whole, real = functools.partial(np.full, size, dtype=np.int32), functools.partial(np.full, size, dtype=np.float32)
-  return programs.Decoding(
-    token=whole(0), position=whole(-1), left=whole(0), prefix_length=whole(0), key=np.zeros((size, 2), np.uint32),
-    stop=np.full((size, programs.STOP_IDS), -1, np.int32), rules=rules.Rules(real(1), whole(0), real(1), real(0)),
-  )  # fmt: skip
-
-
-def _fill(rows: programs.Decoding, at: int, session: Session, capacity: int, vocab_size: int) -> None:
-  turn, length = session._turn, len(session.tokens)
-  sampling = turn.sampling
-  rows.token[at], rows.position[at] = session.tokens[-1], length - 1
-  rows.prefix_length[at] = session.prefix_length
-  rows.left[at] = min(sampling.max_tokens - (length - turn.start), capacity - length)
-  rows.key[at] = session._key
-  rows.stop[at, : len(sampling.stop_ids)] = sampling.stop_ids
-  rows.rules.temperature[at], rows.rules.top_p[at] = sampling.temperature, sampling.top_p
-  rows.rules.top_k[at], rows.rules.min_p[at] = min(sampling.top_k, vocab_size), sampling.min_p
 
 
 def _description(params) -> tuple:

@@ -1,4 +1,4 @@
-"""The two device programs of the engine, prefill and decode, over all rows of the cache or over a few gathered ones."""
+"""The engine's device programs: prefill and decode, over all rows of the cache or a few of them, and moves of rows."""
 
 import functools
 from typing import Any
@@ -55,7 +55,7 @@ def prefill(policy: Policy, axes, weights, cache, row: Int[Array, "R"] | None, t
   """Processes `tokens` [R, C] at `position` (-1 is filler) in rows `row` of the cache. Returns it and the routing."""
   part = _take(cache, axes, row)
   hidden, part = policy.extend(weights, part, tokens, position, **_kept(policy, prefix_length))
-  return _put(cache, axes, row, part), _routing(hidden)
+  return _put(cache, axes, row, part), hidden.aux.get("routing")
 
 
 def decode(policy: Policy, axes, steps: int, weights, cache, row: Int[Array, "R"] | None, rows: Decoding):
@@ -68,7 +68,7 @@ def decode(policy: Policy, axes, steps: int, weights, cache, row: Int[Array, "R"
     hidden, part = policy.extend(weights, part, token[:, None], jnp.where(active, position, -1)[:, None], **kept)
     logits: Float[Array, "R V"] = policy.head(weights, hidden.states[:, 0])
     drawn = rules.sample(logits, rules.uniforms(rows.key, position + 1), rows.rules)
-    routing = _routing(hidden)
+    routing = hidden.aux.get("routing")
     new = Decoded(out.count + active, drawn, None if routing is None else routing[:, 0])
     stopped = jnp.any(drawn.id[:, None] == rows.stop, -1)
     out = Decoded(new.count, *(_store(getattr(out, name), getattr(new, name), step) for name in ("drawn", "routing")))
@@ -80,6 +80,23 @@ def decode(policy: Policy, axes, steps: int, weights, cache, row: Int[Array, "R"
   return _put(cache, axes, row, part), out
 
 
+def copy(axes, cache, source: Int[Array, "R"], target: Int[Array, "R"], count: Int[Array, ""]):
+  """Copies the first `count` rows of `source` to those of `target`, one after the other."""
+
+  def one(i, cache):
+    return _put(cache, axes, target[i][None], _take(cache, axes, source[i][None]))
+
+  return jax.lax.fori_loop(0, count, one, cache)
+
+
+def read(axes, cache, row: Int[Array, "R"]):
+  return _take(cache, axes, row)
+
+
+def write(axes, cache, row: Int[Array, "R"], part):
+  return _put(cache, axes, row, part)
+
+
 def _empty(policy, steps, weights, cache, rows) -> Decoded:
   size = rows.token.shape[0]
   new, kept = (weights, cache, rows.token[:, None], rows.position[:, None]), _kept(policy, rows.prefix_length)
@@ -89,7 +106,7 @@ def _empty(policy, steps, weights, cache, rows) -> Decoded:
   return Decoded(
     jnp.zeros(size, jnp.int32),
     rules.Drawn(jnp.zeros((steps, size), jnp.int32), floats, floats, floats),
-    None if routing is None else jnp.zeros((steps, size, *routing.shape[2:]), jnp.int16),
+    None if routing is None else jnp.zeros((steps, size, *routing.shape[2:]), routing.dtype),
   )
 
 
@@ -99,11 +116,6 @@ def _kept(policy: Policy, prefix_length) -> dict[str, Array]:
 
 def _store(buffers, values, step):
   return jax.tree.map(lambda b, v: jax.lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), step, 0), buffers, values)
-
-
-def _routing(hidden):
-  routing = hidden.aux.get("routing")
-  return None if routing is None else routing.astype(jnp.int16)
 
 
 def _take(cache, axes, row):

@@ -7,6 +7,17 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxagent.types import pytree
 
 BLOCK = 128  # vocabulary entries whose sum is one step of the coarse search
+BIASES = 512  # ids whose logits one request may change
+NO_ID = 2**31 - 1
+
+
+@pytree
+class Bias:
+  """What is added to logits: `added` at the ids (`NO_ID` is filler), `rest` everywhere else: 0, or -inf to forbid."""
+
+  id: Int[Array, "B W"]
+  added: Float[Array, "B W"]
+  rest: Float[Array, "B"]
 
 
 @pytree
@@ -17,6 +28,7 @@ class Rules:
   top_k: Int[Array, "B"]
   top_p: Float[Array, "B"]
   min_p: Float[Array, "B"]
+  bias: Bias | None = None
 
 
 @pytree
@@ -39,26 +51,46 @@ def uniforms(keys: UInt32[Array, "B 2"], position: Int[Array, "B"]) -> Float[Arr
 
 
 def sample(logits: Float[Array, "B V"], uniform: Float[Array, "B"], rules: Rules) -> Drawn:
-  """x ~ q by inverse CDF, where q is softmax(logits / T) after top-k, then top-p, then min-p; argmax where T = 0.
+  """x ~ q by inverse CDF, q = softmax((logits + bias) / T) after top-k, then top-p, then min-p; argmax where T = 0.
 
-  `logp_rollout` = log softmax(logits / T)[x], before truncation, what a scorer of the same T computes. `logp_sampled` =
-  log q(x). `entropy` is that of softmax(logits / T). All in float32 nats. A row with T = 0 is drawn from a point mass,
-  so its `logp_sampled` is 0; its `logp_rollout` and `entropy` are taken at T = 1 (such rows are not trained on).
-  A token of probability 0 under q is never drawn. Logits of -inf are allowed; NaN gives NaN log-probs and a valid id.
+  `logp_rollout` = log softmax(logits / T)[x], before bias and truncation, what a scorer of the same T computes.
+  `logp_sampled` = log q(x). `entropy` is that of softmax(logits / T). All in float32 nats. A row with T = 0 is drawn
+  from a point mass, so its `logp_sampled` is 0; its `logp_rollout` and `entropy` are taken at T = 1 (such rows are not
+  trained on). A token of probability 0 under q is never drawn. Logits of -inf are allowed; NaN gives NaN log-probs and
+  a valid id.
   """
   greedy = rules.temperature == 0
+  temperature = jnp.where(greedy, 1.0, rules.temperature)[:, None]
   logits = logits.astype(jnp.float32)
-  z = (logits - jnp.max(logits, -1, keepdims=True)) / jnp.where(greedy, 1.0, rules.temperature)[:, None]
+  z = (logits - jnp.max(logits, -1, keepdims=True)) / temperature
   mass = jnp.exp(z)
   total = jnp.sum(mass, -1)
   entropy = jnp.log(total) - jnp.sum(jnp.where(mass > 0, mass * z, 0.0), -1) / total
+  biased, scores = jnp.zeros(greedy.shape, bool), z
+  if (bias := rules.bias) is not None:
+    biased = (bias.rest != 0) | jnp.any(bias.id != NO_ID, -1)
+    scores = jax.lax.cond(
+      jnp.any(biased), lambda: jnp.where(biased[:, None], _add(bias, logits) / temperature, z), lambda: z
+    )
   truncates = ((rules.top_k > 0) | (rules.top_p < 1) | (rules.min_p > 0)) & ~greedy
-  kept = jax.lax.cond(jnp.any(truncates), lambda: jnp.where(keep(z, rules), mass, 0.0), lambda: mass)
-  chosen = jnp.where(greedy, jnp.argmax(logits, -1), inverse_cdf(kept, uniform)).astype(jnp.int32)
-  log_mass = jnp.take_along_axis(z, chosen[:, None], -1)[:, 0]
-  logp_rollout = log_mass - jnp.log(total)
-  logp_sampled = jnp.where(truncates, log_mass - jnp.log(jnp.sum(kept, -1)), logp_rollout)
+  changed = truncates | biased
+  kept = jax.lax.cond(jnp.any(changed), lambda: jnp.where(keep(scores, rules), jnp.exp(scores), 0.0), lambda: mass)
+  chosen = jnp.where(greedy, jnp.argmax(scores, -1), inverse_cdf(kept, uniform)).astype(jnp.int32)
+
+  def at(x):
+    return jnp.take_along_axis(x, chosen[:, None], -1)[:, 0]
+
+  logp_rollout = at(z) - jnp.log(total)
+  logp_sampled = jnp.where(changed, at(scores) - jnp.log(jnp.sum(kept, -1)), logp_rollout)
   return Drawn(chosen, logp_rollout, jnp.where(greedy, 0.0, logp_sampled), entropy)
+
+
+def _add(bias: Bias, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+  """Logits plus bias, less the largest."""
+  rows = jnp.arange(logits.shape[0])[:, None]
+  added = jnp.broadcast_to(bias.rest[:, None], logits.shape).at[rows, bias.id].set(bias.added, mode="drop")
+  changed = logits + added
+  return changed - jnp.max(changed, -1, keepdims=True)
 
 
 def keep(z: Float[Array, "B V"], rules: Rules) -> Bool[Array, "B V"]:

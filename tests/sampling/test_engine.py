@@ -7,69 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from streams import VOCABULARY, Letters, built, prompts_of, rescore
 
-from jaxagent.models.config import DecoderConfig
-from jaxagent.models.decoder import decoder_policy
-from jaxagent.models.policy import Hidden, Policy
 from jaxagent.sampling import Engine, Sampling
 from jaxagent.types import Trajectory
-
-VOCABULARY, WIDTH = 17, 8
-SHAPE = {"vocab_size": VOCABULARY, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "init_scale": 0.5}
-
-
-def toy_policy() -> Policy:
-  """One attention layer with learned positions; its "experts" are the token and its position, so rows are known."""
-
-  def init(key):
-    shapes = {"embed": (VOCABULARY, WIDTH), "place": (512, WIDTH), "mix": (WIDTH, 24), "head": (WIDTH, VOCABULARY)}
-    keys = jax.random.split(key, len(shapes))
-    return {name: jax.random.normal(k, shape) / 2 for k, (name, shape) in zip(keys, shapes.items())}
-
-  def project(params, tokens, position):
-    x = params["embed"][tokens] + params["place"][position]
-    return x, *jnp.split(jnp.einsum("btd,de->bte", x, params["mix"]), 3, -1)
-
-  def read(x, q, k, v, mask):
-    scores = jnp.where(mask, jnp.einsum("btd,bsd->bts", q, k) / WIDTH, -1e30)
-    return x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores, -1), v)
-
-  def forward(params, tokens, position, segment):
-    x, q, k, v = project(params, tokens, position)
-    mask = (segment[:, :, None] == segment[:, None]) & (position[:, :, None] >= position[:, None])
-    return Hidden(read(x, q, k, v, mask))
-
-  def cache(rows, capacity):
-    k, v = (jnp.full((capacity, rows, WIDTH), 1e3) for _ in range(2))
-    return {"k": k, "v": v, "position": jnp.full((rows, capacity), -1)}
-
-  def extend(weights, cache, tokens, position):
-    x, q, k, v = project(weights, tokens, position)
-    rows, slot = jnp.arange(len(tokens))[:, None], jnp.where(position < 0, cache["position"].shape[1], position)
-    k, v = (cache[n].at[slot, rows].set(new, mode="drop") for n, new in (("k", k), ("v", v)))
-    stored = cache["position"].at[rows, slot].set(position, mode="drop")
-    mask = (stored[:, None] >= 0) & (stored[:, None] <= position[..., None])
-    states = read(x, q, k.swapaxes(0, 1), v.swapaxes(0, 1), mask)
-    routing = jnp.stack([tokens, position], -1)[:, :, None]
-    return Hidden(states, {"routing": routing}), {"k": k, "v": v, "position": stored}
-
-  def head(params, states):
-    return states @ params["head"]
-
-  return Policy(init, forward, head, lambda params: params, cache, extend, None, VOCABULARY)
-
-
-POLICIES = {
-  "toy": toy_policy,
-  "dense": lambda: decoder_policy(DecoderConfig(**SHAPE, mlp_width=48, qk_norm=True)),
-  "moe": lambda: decoder_policy(DecoderConfig(**SHAPE, experts=4, experts_per_token=2, expert_width=24)),
-}
-
-
-@functools.cache
-def built(name):
-  policy = POLICIES[name]()
-  return policy, policy.init(jax.random.key(7))
 
 
 @functools.cache
@@ -83,44 +24,9 @@ def fresh_engine(params=None, **options):
   """A new toy engine with the compiled programs of the shared one."""
   policy, default = built("toy")
   engine = Engine(policy, default if params is None else params, slots=3, capacity=48, steps_per_call=5, **options)
-  engine._prefill, engine._decode = engine_of("toy")._prefill, engine_of("toy")._decode
+  for program in ("_prefill", "_decode", "_copy", "_read", "_write"):
+    setattr(engine, program, getattr(engine_of("toy"), program))
   return engine
-
-
-@functools.cache
-def scorer(name):
-  policy, _ = built(name)
-
-  @jax.jit
-  def score(params, tokens, temperature):
-    position = jnp.arange(tokens.shape[1])[None]
-    hidden = policy.forward(params, tokens, position, jnp.zeros_like(position))
-    logp = jax.nn.log_softmax(policy.head(params, hidden.states).astype(jnp.float32) / temperature)
-    return jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[0, :, 0], jnp.argmax(logp[0], -1), hidden.aux
-
-  return score
-
-
-def rescore(name, tokens, temperature=1.0, params=None, width=224):
-  """log softmax(logits / T) of every token but the first, every greedy successor, and aux, in one full forward."""
-  padded = np.zeros((1, width), np.int32)
-  padded[0, : len(tokens)] = tokens
-  params = built(name)[1] if params is None else params
-  logp, greedy, aux = scorer(name)(params, padded, temperature or 1.0)
-  size = len(tokens)
-  return np.asarray(logp)[: size - 1], np.asarray(greedy)[:size], jax.tree.map(lambda x: np.asarray(x)[0, :size], aux)
-
-
-class Letters:
-  """Token i is the i-th letter."""
-
-  def decode(self, ids):
-    return "".join(chr(97 + i) for i in ids)
-
-
-def prompts_of(*lengths, seed=0):
-  rng = np.random.default_rng(seed)
-  return [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
 
 
 def flat(out):
@@ -155,7 +61,7 @@ def test_log_probs_equal_a_full_forward(name):
         assert completion.ids.dtype == np.int32 and completion.logp_rollout.dtype == np.float32
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["toy", "dense", "moe"])
 def test_later_turns_are_exact_and_routing_has_one_row_for_each_processed_token(name):
   engine = engine_of(name)
 
@@ -184,7 +90,7 @@ def test_later_turns_are_exact_and_routing_has_one_row_for_each_processed_token(
       assert record.routing == []
       continue
     routing = np.stack(record.routing)
-    assert routing.dtype == np.int16 and len(routing) == len(record.tokens) - 1
+    assert routing.dtype == (np.int8 if name == "moe" else np.int16) and len(routing) == len(record.tokens) - 1
     if name == "toy":
       np.testing.assert_array_equal(routing[:, 0, 0], record.tokens[:-1])
       np.testing.assert_array_equal(routing[:, 0, 1], np.arange(len(routing)))
@@ -344,10 +250,12 @@ def test_a_mixed_workload_compiles_few_programs_and_then_none():
         max_tokens=rng.randint(1, 9),
         stop_ids=tuple(rng.sample(range(VOCABULARY), rng.randint(0, 8))),
         stop=rng.choice([(), ("ab",)]),
+        logit_bias=rng.choice([(), ((3, 2.5),)]),
+        allowed=rng.choice([None, tuple(range(2, 9))]),
       )
       for _ in prompts
     ]
-    engine.generate(prompts, sampling=rules)
+    engine.generate(prompts, n=2, sampling=rules)
 
   for lengths in (range(1, 201), [1], [40], range(16, 26)):
     mixed(lengths)
@@ -393,7 +301,7 @@ def test_lockstep_is_deterministic_bit_for_bit(name, slots, monkeypatch):
 
   def recorded():
     call = plan()
-    calls.append([(at, start, size, tuple(turn.session.tokens)) for at, turn, start, size in call.work])
+    calls.append([(at, start, size, tuple(turn.session.tokens)) for at, turn, start, size in call.call.work])
     return call
 
   monkeypatch.setattr(engine, "_plan", recorded)
@@ -628,6 +536,11 @@ ERRORS = [
   (lambda e: e.generate([[1]], sampling=Sampling(stop_ids=(VOCABULARY,))), "stop_ids.*outside"),
   (lambda e: e.generate([[1]], sampling=Sampling(stop_ids=tuple(range(9)))), "at most 8 stop_ids"),
   (lambda e: e.generate([[1]], sampling=Sampling(stop=("a",))), "need a tokenizer"),
+  (lambda e: e.generate([[1]], sampling=Sampling(logit_bias=((VOCABULARY, 1.0),))), "logit_bias.*outside"),
+  (lambda e: e.generate([[1]], sampling=Sampling(logit_bias=((1, 1.0), (1, 2.0)))), "logit_bias lists an id twice"),
+  (lambda e: e.generate([[1]], sampling=Sampling(allowed=(-1,))), "allowed.*outside"),
+  (lambda e: Sampling(allowed=()), "allowed must be None or at least one id"),
+  (lambda e: Sampling(logit_bias=((1, float("nan")),)), "logit_bias must be pairs"),
   (lambda e: e.open([]), "prompt is empty"),
   (lambda e: e.open([1]).append([99]), "outside"),
   (lambda e: e.open([1]).append(ROOM), "exceed the engine's capacity.*Session.room"),

@@ -4,37 +4,15 @@ import asyncio
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from streams import ROOM, STEPS, Letters, built, prompts_of, rescore
+from streams import WINDOW as W
 
-from jaxagent.models.config import DecoderConfig
-from jaxagent.models.decoder import decoder_policy
 from jaxagent.sampling import Engine, Sampling
 
-W, ROOM, STEPS, CAPACITY = 6, 20, 5, 224
-SHAPE = {"vocab_size": 17, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "init_scale": 0.5}
-PREFIX = {"attention": "prefix_sliding", "window": W, "max_prefix": ROOM}
-CONFIGS = {
-  "dense": DecoderConfig(**SHAPE, **PREFIX, mlp_width=48, qk_norm=True),
-  "mixed moe": DecoderConfig(
-    **SHAPE | PREFIX | {"attention": ("full", "prefix_sliding")}, experts=4, experts_per_token=2, expert_width=24
-  ),
-}
-EVERY = pytest.mark.parametrize("name", CONFIGS)
-
-
-class Letters:
-  """Token i is the i-th letter."""
-
-  def decode(self, ids):
-    return "".join(chr(97 + i) for i in ids)
-
-
-@functools.cache
-def built(name):
-  policy = decoder_policy(CONFIGS[name], rewind=STEPS)
-  return policy, policy.init(jax.random.key(7))
+CAPACITY = 224
+EVERY = pytest.mark.parametrize("name", ["sliding", "mixed moe"])
 
 
 @functools.cache
@@ -43,35 +21,13 @@ def engine_of(name):
   return Engine(*built(name), slots=3, capacity=CAPACITY, steps_per_call=STEPS, tokenizer=Letters())
 
 
-@functools.cache
-def scorer(name):
-  policy, _ = built(name)
-
-  @jax.jit
-  def score(params, tokens, temperature, prefix_length):
-    position = jnp.arange(tokens.shape[1])[None]
-    end = jnp.full_like(position, prefix_length)
-    hidden = policy.forward(params, tokens, position, jnp.zeros_like(position), prefix_end=end)
-    logp = jax.nn.log_softmax(policy.head(params, hidden.states) / temperature)
-    return jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[0, :, 0]
-
-  return score
-
-
 def assert_scored(name, tokens, prefix_length, turns, temperature):
   """The completions, each from a place in the stream on, have the log-probs of one full forward pass."""
-  padded = np.zeros((1, CAPACITY), np.int32)
-  padded[0, : len(tokens)] = tokens
-  logp = np.asarray(scorer(name)(built(name)[1], padded, temperature, prefix_length))
+  logp, *_ = rescore(name, tokens, temperature, prefix_length=prefix_length)
   for start, turn in turns:
     assert tokens[start : start + len(turn.ids)] == turn.ids.tolist()
     want = logp[start - 1 : start - 1 + len(turn.ids)]
     np.testing.assert_allclose(turn.logp_rollout, want, atol=1e-5 * max(1, 1 / temperature))
-
-
-def prompts_of(*lengths, seed=0):
-  rng = np.random.default_rng(seed)
-  return [rng.integers(0, SHAPE["vocab_size"], length).tolist() for length in lengths]
 
 
 @EVERY
@@ -135,21 +91,21 @@ def test_a_stop_string_cuts_a_row_back_and_the_session_goes_on(name):
 
 
 def test_weights_that_change_during_a_session():
-  engine = Engine(*built("dense"), slots=3, capacity=CAPACITY, steps_per_call=STEPS)
-  engine._prefill, engine._decode = engine_of("dense")._prefill, engine_of("dense")._decode
+  engine = Engine(*built("sliding"), slots=3, capacity=CAPACITY, steps_per_call=STEPS)
+  engine._prefill, engine._decode = engine_of("sliding")._prefill, engine_of("sliding")._decode
   prompt = prompts_of(11)[0]
 
   async def run():
     session = engine.open(prompt)
     await session.sample(Sampling(max_tokens=25))
-    engine.load(jax.tree.map(lambda x: 0.9 * x, built("dense")[1]))
+    engine.load(jax.tree.map(lambda x: 0.9 * x, built("sliding")[1]))
     await session.sample(Sampling(max_tokens=9))
-    engine.load(built("dense")[1])
+    engine.load(built("sliding")[1])
     start = len(session.tokens)
     return (start, await session.sample(Sampling(max_tokens=9))), list(session.tokens)
 
   turn, tokens = asyncio.run(run())
-  assert_scored("dense", tokens, len(prompt), [turn], 1.0)
+  assert_scored("sliding", tokens, len(prompt), [turn], 1.0)
 
 
 def test_memory_does_not_grow_with_the_capacity():
@@ -157,14 +113,14 @@ def test_memory_does_not_grow_with_the_capacity():
     shapes = jax.eval_shape(functools.partial(built(name)[0].cache, 3, capacity))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
-  held = sum(x.nbytes for x in jax.tree.leaves(engine_of("dense")._cache))
-  assert held == bytes_of("dense", 2) == bytes_of("dense", 10**7) < bytes_of("mixed moe", 10**4)
+  held = sum(x.nbytes for x in jax.tree.leaves(engine_of("sliding")._cache))
+  assert held == bytes_of("sliding", 2) == bytes_of("sliding", 10**7) < bytes_of("mixed moe", 10**4)
   assert held == 3 * (ROOM + W + STEPS) * 4 * (2 * 2 * 2 * 8 + 1)  # rows, slots, bytes, layers, k and v, heads, width
 
 
 @pytest.mark.parametrize("size", [ROOM + 1, ROOM + 2 * W])
 def test_a_prompt_that_does_not_fit_is_refused(size):
-  engine, (prompt,) = engine_of("dense"), prompts_of(size)
+  engine, (prompt,) = engine_of("sliding"), prompts_of(size)
   message = f"has {size} tokens, but the policy keeps a first prompt of at most {ROOM} .max_prefix"
   with pytest.raises(ValueError, match="prompt 1 " + message):
     engine.generate([[1], prompt])
@@ -174,4 +130,4 @@ def test_a_prompt_that_does_not_fit_is_refused(size):
 
 def test_a_call_of_more_steps_than_a_row_can_be_cut_back_is_refused():
   with pytest.raises(ValueError, match=f"steps_per_call must be at most {STEPS}.* got {STEPS + 1}.*larger rewind"):
-    Engine(*built("dense"), steps_per_call=STEPS + 1)
+    Engine(*built("sliding"), steps_per_call=STEPS + 1)
