@@ -2,8 +2,14 @@
 
 import dataclasses
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
 
+import openai
 import pytest
 import yaml
 from safetensors import safe_open
@@ -186,6 +192,38 @@ def test_looking_at_a_run(finished, capsys, tmp_path):
   assert cli.main(["sample", str(tmp_path / "exported"), "1+1", "--max-tokens", "4"]) == 0
 
 
+def test_serve_a_run(finished, tmp_path):
+  """A process of its own, as a person starts it: it says where it is, answers, and Ctrl-C stops it cleanly."""
+  words = ["serve", str(finished), "--port", "0", "--slots", "2", "--capacity", "256", "--name", "policy"]
+  environment = {**os.environ, "JAXAGENT_API_KEY": "sesame", "PYTHONUNBUFFERED": "1"}
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  command = [sys.executable, "-m", "jaxagent.cli", *words]
+  with subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes) as process:
+    try:
+      said = ""
+      while "Ctrl-C stops" not in said:
+        said += (line := process.stdout.readline())
+        assert line, process.stderr.read()
+      url = re.search(r"serving policy at (http://127\.0\.0\.1:\d+/v1)", said)[1]
+      with openai.OpenAI(base_url=url, api_key="sesame", max_retries=0) as client:
+        asked = {"model": "policy", "messages": [{"role": "user", "content": "1+1"}], "max_tokens": 4}
+        assert 1 <= client.chat.completions.create(**asked).usage.completion_tokens <= 4
+        assert [model.id for model in client.models.list()] == ["policy"]
+      with openai.OpenAI(base_url=url, api_key="open", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+          client.models.list()
+      process.send_signal(signal.SIGINT)
+      rest, errors = process.communicate(timeout=60)
+      assert (process.returncode, rest, errors) == (0, "", "")
+    finally:
+      process.kill()
+
+
+def test_a_run_is_served_with_its_own_tool_format(finished, capsys):
+  assert cli.main(["serve", str(finished), "--port", "0", "--tool-format", "hermes"]) == 2
+  assert "tool format 'plain', not 'hermes'" in capsys.readouterr().err
+
+
 def test_a_run_starts_from_another(finished, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert cli.main(["train", write(tmp_path, run__steps=1), "--run.init_from", str(finished)]) == 0
@@ -198,10 +236,10 @@ def test_config_prints_what_would_run(tmp_path, capsys):
   assert "rollout.samples" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["eval"], ["sample"], ["config"], ["export"], ["rollouts"]])
+@pytest.mark.parametrize("command", ["", "train", "eval", "sample", "serve", "config", "export", "rollouts"])
 def test_help_everywhere(command, capsys):
   with pytest.raises(SystemExit) as end:
-    cli.main([*command, "--help"])
+    cli.main([*command.split(), "--help"])
   assert end.value.code == 0 and "usage: jaxagent" in capsys.readouterr().out
 
 
@@ -253,6 +291,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(name, tmp_path, monkeypatch, caps
     (["rollouts", "nowhere"], "not a run's folder"),
     (["export", "nowhere", "out"], "not a run's folder"),
     (["sample", "nowhere.gguf", "hello"], "no model at nowhere.gguf"),
+    (["serve", "nowhere.gguf", "--port", "0"], "no model at nowhere.gguf"),
+    (["serve", "nowhere.gguf", "--port", "70000"], "--port must be in 0..65535"),
+    (["serve", "nowhere.gguf", "--port", "0", "--host", "0.0.0.0"], "needs an API key"),
+    (["serve", "nowhere.gguf", "--port", "0", "--api-key", ""], "API key must be printable"),
+    (["serve", "nowhere.gguf", "--host", "no.such.host.invalid", "--api-key", "k"], "cannot listen at no.such.host"),
   ],
 )
 def test_a_missing_thing_is_named(arguments, message, tmp_path, monkeypatch, capsys):

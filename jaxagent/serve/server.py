@@ -1,5 +1,6 @@
 """From a model to a process that listens."""
 
+import contextlib
 import socket
 from pathlib import Path
 
@@ -26,14 +27,15 @@ def bind(host: str, port: int) -> socket.socket:
   """A socket at the address, not yet listening. Errors: OSError if it is taken, ValueError for a bad port."""
   if not 0 <= port < 2**16:
     raise ValueError(f"--port must be in 0..65535 (0: any that is free), got {port}")
-  family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-  bound = socket.socket(family, kind, protocol)
-  try:
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(address)
-  except OSError as error:
-    bound.close()
-    raise OSError(error.errno, f"cannot listen at {host} port {port}: {error.strerror}") from error
+  with contextlib.ExitStack() as stack:
+    try:
+      family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+      bound = stack.enter_context(socket.socket(family, kind, protocol))
+      bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      bound.bind(address)
+    except OSError as error:
+      raise OSError(f"cannot listen at {host} port {port}: {error.strerror}") from error
+    stack.pop_all()
   return bound
 
 
