@@ -8,6 +8,8 @@ Conventions, used everywhere:
 - `position` is the position at which a token was generated; packing and truncation keep it.
 - A row is one unbroken token stream. `rollout[n]` names the logical rollout of row n: branches of one trial and
   the agents of one team share it. Group statistics and sequence means count each logical rollout once.
+- `turn` counts the steps of the logical rollout, from 0 and without gaps: agents who act at the same time have turns of
+  one number, and an agent who waits has none of it. A turn is a row and a number.
 - `valid=False` marks a failure of infrastructure: in no statistic, in no loss, counted in the metrics.
 - Axis letters: N rollout rows, B packed rows, T tokens, S turns, L layers, E experts, K chosen experts, V vocabulary.
 """
@@ -42,7 +44,7 @@ class Rollouts:
   tokens: Int[Array, "N T"]
   position: Int[Array, "N T"]
   mask: Bool[Array, "N T"]
-  turn: Int[Array, "N T"]  # index of the turn within the logical rollout, -1 off actions
+  turn: Int[Array, "N T"]  # step of the logical rollout in which the turn was taken, -1 off actions
   length: Int[Array, "N"]  # tokens in the row
   prefix_length: Int[Array, "N"]  # tokens of the first prompt
   rollout: Int[Array, "N"]  # logical rollout, in [0, N)
@@ -148,6 +150,7 @@ class Trajectory:
   version: list[int] = dataclasses.field(default_factory=list)
   routing: list[np.ndarray] = dataclasses.field(default_factory=list)  # one [L, K] per processed token
   turn_reward: list[float] = dataclasses.field(default_factory=list)
+  turn_step: list[int] = dataclasses.field(default_factory=list)  # the environment's, of each turn; empty: not known
   outcome: float = 0.0
   status: Status = "running"
   cause: str = ""
@@ -166,8 +169,8 @@ class Trajectory:
     zeros = np.zeros(n)
     self._extend(ids, action=False, turn=-1, logp=zeros, sampled=zeros, version=[-1] * n, entropy=zeros)
 
-  def append_action(self, completion: Completion) -> None:
-    """Tokens that the policy sampled, as a new turn."""
+  def append_action(self, completion: Completion, *, step: int | None = None) -> None:
+    """Tokens that the policy sampled, as a new turn, taken at that step of the environment."""
     if completion.routing is not None:
       processed = len(self.tokens) + len(completion.ids) - 1
       if len(self.routing) + len(completion.routing) != processed:
@@ -176,6 +179,8 @@ class Trajectory:
           f" {processed} tokens were processed; each processed token must have exactly one row"
         )
       self.routing.extend(completion.routing)
+    if step is not None:
+      self.turn_step.append(step)
     n = len(completion.ids)
     entropy = completion.entropy if completion.entropy is not None else np.full(n, np.nan)
     self._extend(

@@ -105,9 +105,10 @@ def turn_returns(
   rollout: Int[Array, "N"] | None = None,
   gamma: float = 1.0,
 ) -> Float[Array, "N S"]:
-  """G_s = r_s + gamma G_{s+1} over the turns of the logical rollout, `reward` after its last turn; 0 past that.
+  """G_s = r_s + gamma G_{s+1} over the steps of the logical rollout, `reward` after its last one; 0 past that.
 
-  Rows of one rollout share its reward and number their turns on; each gets the returns of all of them.
+  r_s adds up what all rows of the rollout received in step s, and each row gets the same returns: what comes after a
+  turn of one agent is the other agents' too. Discounts count steps.
   """
   n, turns = _checked(reward, turn_reward, mask, turn, rollout)
   here = turn_places(mask, turn, turns)
@@ -134,7 +135,8 @@ def turn_relative(
 ) -> Float[Array, "N T"]:
   """(G_s - mean) / (std + eps) among the group's rollouts that have a turn s, at every action token of the turn.
 
-  A turn index with one rollout alive, or with equal returns, gets 0. Later turns have less progress left to make:
+  A turn index with one rollout alive, or with equal returns, gets 0. A rollout of which several agents act in a step
+  counts once there, and each of them gets its number. Later turns have less progress left to make:
   pooled statistics (`turn_relative_pooled`) push them down whatever they did.
   Source: Tev (Hu et al. 2026). The return-to-go is written out by us, as are the population std and eps.
   """
@@ -337,9 +339,17 @@ def _turns_against(reward, turn_reward, group, mask, turn, valid, rollout, gamma
   mask = jnp.asarray(mask, bool) & valid[:, None]
   reward = jnp.where(valid, jnp.asarray(reward, jnp.float32), 0.0)
   returns = turn_returns(reward, turn_reward, mask, turn, rollout=rollout, gamma=gamma)
-  m = moments(returns, by_index(jnp.asarray(group), turns), turn_places(mask, turn, turns), n * turns)
+  counted = _first_acting(turn_places(mask, turn, turns), rollout)
+  m = moments(returns, by_index(jnp.asarray(group), turns), counted, n * turns)
   relative = jnp.where(m.differs, m.centered / (m.std + eps), 0.0)
   return at_tokens(relative, mask, jnp.asarray(turn))
+
+
+def _first_acting(here, rollout):
+  """`here` of the first row of each logical rollout that acts in the step."""
+  n = here.shape[0]
+  row = jnp.arange(n)[:, None]
+  return here & (row == jax.ops.segment_min(jnp.where(here, row, n), rollout, n)[rollout])
 
 
 def _penalized(advantage, penalties, clipped):

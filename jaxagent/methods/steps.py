@@ -52,9 +52,8 @@ def tev(weight: float = 0.25, annotator: Annotator = POTENTIAL) -> Method:
 def shaping(gamma: float = 1.0, annotator: Annotator = POTENTIAL) -> Method:
   """Hounwanou et al. 2026, arXiv 2608.18008: REINFORCE++ with potential-based shaping, which leaves the optimum alone.
 
-  One `gamma` for both. `potential [N, S+1]`: a score of the state at the start and after each turn. Ours differs: the
-  paper trains a critic.
+  One `gamma` for both. `potential [N, S+1]`: a score of the state at the start and after each turn. Each row (an agent,
+  a branch) ends for itself, as REINFORCE++ takes its returns. Ours differs: the paper trains a critic.
   """
-  return replace(
-    reinforce_plus_plus(gamma), reward=(partial(add_potential_shaping, gamma=gamma),), annotators=(annotator,)
-  )
+  shaped = partial(add_potential_shaping, gamma=gamma, rollout=None)
+  return replace(reinforce_plus_plus(gamma), reward=(shaped,), annotators=(annotator,))

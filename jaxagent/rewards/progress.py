@@ -110,6 +110,8 @@ def add_potential_shaping(
   The return-to-go from a state becomes G - Phi(s), a baseline; over a whole rollout only -Phi(start) remains, which a
   group baseline removes. A potential may change with time or with the sub-goal: evaluate each state once, under the
   sub-goal that holds when the policy acts from it, and use that number on both sides (as these columns do).
+  `rollout`: the rows of a rollout go on from one another, for returns over all of them (`turn_returns`). Without it
+  each row ends for itself, as for `reward_to_go` and for the agents of a team, whose potentials do not join up.
   Source: Hounwanou et al. 2026, arXiv 2608.18008; Ng et al. 1999; Grzes 2017; Devlin & Kudenko 2012. Ours differs:
   nothing.
   """

@@ -20,8 +20,10 @@ def to_rollouts(
 
   - `mask` is the sampler's record, `position` the index. Past `length`, ids are 0 and the rest is 0, False or -1.
   - `reward` is the outcome; `turn_reward` stays beside it, and a method's reward slots may add the two.
-  - `rollout` and `group` are renumbered densely, in order of first appearance. The turns of several rows of one
-    rollout are numbered on from one row to the next; `turn_reward` stands at the same numbers, 0 elsewhere.
+  - `rollout` and `group` are renumbered densely, in order of first appearance.
+  - `turn` counts the steps of the rollout in which somebody acted, by `turn_step`: agents who act together share a
+    number. Rows that do not know theirs number their turns on from one row to the next. `turn_reward` stands at the
+    same numbers, 0 elsewhere.
   - `valid` is False for status "failed" and for filler rows. Those have task -1, length 0 and ids of their own.
   - `entropy` [N, T] is None unless the sampler gave it for every action. With `routing`, int16 `[N, T, L, K]`, -1 for
     tokens that were not processed. `columns`: "logp_sampled" [N, T], where some token was drawn from a truncated
@@ -36,7 +38,7 @@ def to_rollouts(
   _check_trained(rows)
   n = -(-len(rows) // multiple) * multiple
   filler = n - len(rows)
-  first_turn = _first_turns(rows, turns)
+  numbers = _turn_numbers(rows, turns)
 
   def per_row(name: str, dtype, fill) -> np.ndarray:
     return np.array([getattr(row, name) for row in rows] + [fill] * filler, dtype)
@@ -46,10 +48,11 @@ def to_rollouts(
 
   length = np.array([len(row.tokens) for row in rows] + [0] * filler, np.int32)
   mask = per_token("action", bool, False)
-  turn = per_token("turn", np.int32, -1) + np.where(mask, np.pad(first_turn, (0, filler))[:, None], 0).astype(np.int32)
+  turn = per_token("turn", np.int32, -1)
   turn_reward = np.zeros((n, turns), np.float32)
   for i, row in enumerate(rows):
-    turn_reward[i, first_turn[i] : first_turn[i] + len(row.turn_reward)] = row.turn_reward
+    turn[i, mask[i]] = numbers[i][turn[i, mask[i]]]
+    turn_reward[i, numbers[i][: len(row.turn_reward)]] = row.turn_reward
   entropy = per_token("entropy", np.float32, 0)
   outcome = per_row("outcome", np.float32, 0)
   return check(
@@ -86,17 +89,19 @@ def column(
   """`[N, ...]` from the entries of rows by index, 0 elsewhere; N, T and S of `shape`. bool, int32 or float32.
 
   An entry is a number, an array of one fixed shape, one value (or array) per token of the row, padded to T, or a
-  `PerTurn`, padded to S or S + 1: it stands at the numbers that the row's turns have in the batch.
+  `PerTurn`: it stands at the numbers that the row's turns have in the batch, in S places or, of states, in S + 1: the
+  state before turn s in place s and the one after it in s + 1.
 
   ValueError: entries of several shapes or kinds, a `PerTurn` that does not fit its row's turns, no numbers, and
   integers beyond int32.
   """
   n, tokens, turns = shape
   arrays = {row: _array(name, entry) for row, entry in entries.items()}
-  per_turn = [isinstance(entry, PerTurn) for entry in entries.values()]
-  start, width = dict.fromkeys(arrays, 0), None
-  if any(per_turn):
-    start, width = dict(enumerate(_first_turns(trajectories, turns))), turns + _states(name, entries, trajectories)
+  per_turn = any(isinstance(entry, PerTurn) for entry in entries.values())
+  width = None
+  if per_turn:
+    more = _states(name, entries, trajectories)
+    width, numbers = turns + more, _turn_numbers(trajectories, turns)
   elif all(a.ndim and len(a) == len(trajectories[row].tokens) for row, a in arrays.items()):
     width = tokens
   filled = {row: a for row, a in arrays.items() if a.size} or arrays
@@ -108,7 +113,12 @@ def column(
     )
   out = np.zeros((n, *shapes.pop()), _dtype(name, filled))
   for row, a in filled.items():
-    out[row if width is None else (row, slice(start[row], start[row] + len(a)))] = a
+    if per_turn:
+      own = numbers[row][: trajectories[row].turns]
+      out[row, own] = a[: len(own)]
+      out[row, own + more] = a[more:]
+    else:
+      out[row if width is None else (row, slice(len(a)))] = a
   return out
 
 
@@ -164,17 +174,34 @@ def _check_trained(rows: list[Trajectory]) -> None:
     warnings.warn(f"{len(empty)} of {len(valid)} valid rows have no token to train on, as {empty[0]}", stacklevel=3)
 
 
-def _first_turns(rows: list[Trajectory], turns: int) -> np.ndarray:
-  """The number that each row's first turn has in its rollout."""
-  count: dict[int, int] = defaultdict(int)
-  first = []
-  for row in rows:
-    first.append(count[row.rollout])
-    count[row.rollout] += max(row.turns, len(row.turn_reward))
-  if count and max(count.values()) > turns:
-    worst = max(count, key=lambda rollout: count[rollout])
-    raise ValueError(f"rollout {worst} has {count[worst]} turns, the batch holds {turns}; raise rollout.max_turns")
-  return np.array(first, np.int64)
+def _turn_numbers(rows: Sequence[Trajectory], turns: int) -> list[np.ndarray]:
+  """For each row the numbers that its turns have in its rollout: ranks of the steps in which somebody acted."""
+  members: dict[int, list[int]] = defaultdict(list)
+  for i, row in enumerate(rows):
+    members[row.rollout].append(i)
+  numbers = [np.zeros(0, np.int64)] * len(rows)
+  for rollout, own in members.items():
+    steps = _steps([rows[i] for i in own])
+    order, number = np.unique(np.concatenate(steps), return_inverse=True)
+    if len(order) > turns:
+      raise ValueError(f"rollout {rollout} has {len(order)} turns, the batch holds {turns}; raise rollout.max_turns")
+    for i, part in zip(own, np.split(number, np.cumsum([len(s) for s in steps])[:-1])):
+      numbers[i] = part
+  return numbers
+
+
+def _steps(rows: list[Trajectory]) -> list[np.ndarray]:
+  """The step of each turn of the rows of one rollout."""
+  counts = [max(row.turns, len(row.turn_reward)) for row in rows]
+  if not any(row.turn_step for row in rows):
+    return np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+  for row, count in zip(rows, counts):
+    if len(row.turn_step) != count or np.any(np.diff(row.turn_step) <= 0):
+      raise ValueError(
+        f"turn_step of a row of rollout {row.rollout} must give a rising step for each of its {count} turns, got"
+        f" {row.turn_step}; give the steps of all rows of a rollout, or of none"
+      )
+  return [np.array(row.turn_step, np.int64) for row in rows]
 
 
 def _dense(ids: list[int], n: int) -> np.ndarray:

@@ -124,6 +124,7 @@ class _Play:
   record: Trajectory  # what all agents' trajectories start from
   parse: Callable[[str], tuple]
   seats: dict[int, _Seat] = dataclasses.field(default_factory=dict)
+  steps: int = 0  # that the environment has taken
 
   def __post_init__(self):
     stop_ids = tuple(dict.fromkeys((*self.sampling.stop_ids, self.chat.eot)))
@@ -139,6 +140,7 @@ class _Play:
       agents = sorted(step.observations)
       actions = dict(zip(agents, await asyncio.gather(*map(self.act, agents))))
       step = self.take(await call("step", actions), actions)
+      self.steps += 1
       if step.status != "running":
         return step
       if any(self.turns(agent) >= self.limits.max_turns for agent in step.observations):
@@ -179,7 +181,7 @@ class _Play:
     completion: Completion = await seat.session.sample(rules)
     if not len(completion.ids):
       raise ValueError(f"the engine sampled no tokens for task {self.record.task} (finish={completion.finish!r})")
-    seat.trajectory.append_action(completion)
+    seat.trajectory.append_action(completion, step=self.steps)
     cut = completion.finish != "stop"
     seat.full = completion.finish == "capacity"
     last = int(completion.ids[-1])

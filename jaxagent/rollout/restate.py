@@ -54,5 +54,6 @@ def with_prefix(trajectory: Trajectory, prefix: Sequence[int]) -> Trajectory:
     routing=[],
     columns={**columns, "logp_privileged": np.array(logp, np.float32)},
     turn_reward=list(trajectory.turn_reward),
+    turn_step=list(trajectory.turn_step),
     transcript=list(trajectory.transcript),
   )

@@ -52,6 +52,23 @@ def tev():
   return dict(reward=reward, turn_reward=turn_reward, mask=mask, turn=turn, rollout=np.arange(N), gamma=1.0)
 
 
+def test_agents_of_one_step_count_once_and_share_what_follows():
+  """Two teams. In the first both agents act in step 1, in the second each in a step of its own."""
+  turn = np.array([[0, 1, 2], [1, -1, -1], [0, 2, -1], [1, -1, -1]])
+  columns = dict(
+    reward=np.array([1.0, 1, 0, 0]), mask=turn >= 0, turn=turn, rollout=np.array([0, 0, 1, 1]),
+    turn_reward=np.array([[0, 0.25, 0], [0, 0.5, 0], [0.5, 0, 0.125], [0, 1, 0]]),
+  )  # fmt: skip
+  returns = np.array([[1.75, 1.75, 1], [1.625, 1.125, 0.125]])[[0, 0, 1, 1]]
+  assert_allclose(turn_returns(**columns), returns)
+  relative = turn_relative(**columns, group=np.zeros(4, int), eps=0.0)  # of two, +-1
+  assert_allclose(relative, [[1, 1, 1], [1, 0, 0], [-1, -1, 0], [-1, 0, 0]], atol=1e-6)
+  six = returns[[0, 2]].ravel()
+  pooled = turn_relative_pooled(**columns, group=np.zeros(4, int), eps=0.0)
+  want = np.where(turn >= 0, np.take_along_axis((returns - six.mean()) / six.std(), np.maximum(turn, 0), 1), 0)
+  assert_allclose(pooled, want, atol=1e-6)
+
+
 def flat(ragged_rows):
   return [x for row in ragged_rows for x in row]
 

@@ -8,6 +8,7 @@ import pytest
 import tiny
 from numpy.testing import assert_allclose, assert_array_equal
 
+from jaxagent.advantages import standardize_tokens
 from jaxagent.losses import (
   importance_within,
   positive_nll,
@@ -113,6 +114,17 @@ def test_rewards_are_shaped_before_advantages():
   p = prepare(dataclasses.replace(grpo, reward=(halved, turns)), tiny.ragged()).rollouts
   assert_allclose(p.reward, p.outcome / 2)
   assert_allclose(p.turn_reward[:, 1], p.outcome / 2)
+
+
+def test_shaping_is_a_baseline_of_the_state_in_every_row_of_a_rollout():
+  r = tiny.ragged()
+  assert r.rollout[0] == r.rollout[1]
+  turn = r.turn + (r.turn >= 0) * (np.arange(N) == 1)[:, None]  # the second row ends after the first
+  phi = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
+  r = dataclasses.replace(r, turn=turn, turn_reward=np.zeros((N, 3), np.float32), columns={"potential": phi})
+  returns = r.reward[:, None] - np.take_along_axis(phi, np.maximum(turn, 0), 1)
+  want = standardize_tokens(returns, r.mask & r.valid[:, None])
+  assert_allclose(prepare(PRESETS["shaping"](), r).advantage, want, atol=1e-5)
 
 
 def test_truncated_rollouts_leave_the_loss_but_not_their_group():

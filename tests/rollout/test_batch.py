@@ -97,6 +97,43 @@ def test_rows_of_one_rollout_number_their_turns_on():
   assert r.rollout.tolist() == [0, 0, 1] and r.agent.tolist() == [0, 1, 0]
 
 
+def team():
+  """Agent 0 acts in steps 0, 1 and 4 of the environment, agent 1 in 1 and 2; nobody in step 3. Then a rollout alone."""
+  return [
+    trajectory(turns=((5, 9), (6,), (8,)), turn_step=[0, 1, 4]), trajectory(agent=1, turn_step=[1, 2]),
+    trajectory(rollout=1),
+  ]  # fmt: skip
+
+
+def test_agents_turns_are_numbered_by_the_step_they_were_taken_in():
+  r = to_rollouts(team(), tokens=10, turns=4)
+  assert [list(dict.fromkeys(row[row >= 0].tolist())) for row in r.turn] == [[0, 1, 3], [1, 2], [0, 1]]
+  np.testing.assert_allclose(r.turn_reward, [[0.1, 0.2, 0, 0.3], [0, 0.1, 0.2, 0], [0.1, 0.2, 0, 0]], rtol=1e-6)
+  assert (r.turn[~r.mask] == -1).all()
+
+
+def test_the_order_of_the_rows_does_not_number_the_steps():
+  rows = team()
+  r, swapped = (to_rollouts(x, tokens=10, turns=4) for x in (rows, rows[::-1]))
+  np.testing.assert_array_equal(r.turn, swapped.turn[::-1])
+  np.testing.assert_array_equal(r.turn_reward, swapped.turn_reward[::-1])
+
+
+def test_values_and_states_of_agents_stand_at_their_steps():
+  rows = team()
+  for row, turns, states in zip(rows, ([1, 2, 3], [4, 5], [6, 7]), ([1, 2, 3, 4], [5, 6, 7], [8, 9, 10])):
+    row.columns = {"turns": PerTurn(turns), "states": PerTurn(states)}
+  columns = to_rollouts(rows, tokens=10, turns=4).columns
+  np.testing.assert_array_equal(columns["turns"], [[1, 2, 0, 3], [0, 4, 5, 0], [6, 7, 0, 0]])
+  np.testing.assert_array_equal(columns["states"], [[1, 2, 3, 3, 4], [0, 5, 6, 7, 0], [8, 9, 10, 0, 0]])
+
+
+@pytest.mark.parametrize("steps", [[0], [1, 0], [0, 0], []])
+def test_steps_that_do_not_fit_the_turns(steps):
+  with pytest.raises(ValueError, match="turn_step of a row of rollout 0 must give a rising step for each of its 2 tu"):
+    to_rollouts([trajectory(turn_step=steps), trajectory(agent=1, turn_step=[0, 1])], tokens=8, turns=4)
+
+
 def routed(last=3):
   t = Trajectory(0, 0, 0, status="done", outcome=1.0)
   t.append_context([1, 2])

@@ -9,6 +9,7 @@ from jaxagent.envs.base import Action, Observation, Step
 from jaxagent.envs.calculator import Calculator, evaluate
 from jaxagent.models.chat import Chat
 from jaxagent.models.tokenizer import Tokenizer, byte_tokenizer
+from jaxagent.rollout.batch import to_rollouts
 from jaxagent.rollout.episode import Limits, run_episode
 from jaxagent.sampling.request import Sampling
 
@@ -310,6 +311,10 @@ def test_agents_have_a_stream_each_and_act_when_they_observe():
   assert environment.acted == [[0], [0, 1], [1]]
   assert (a.agent, b.agent, a.turns, b.turns, a.outcome, b.outcome) == (0, 1, 2, 2, 1.0, 1.0)
   assert (a.turn_reward, b.turn_reward) == ([0.5, 0.0], [0.0, 2.0])
+  assert (a.turn_step, b.turn_step) == ([0, 1], [1, 2])
+  r = to_rollouts([a, b], tokens=400, turns=3)
+  assert [sorted({*row[row >= 0].tolist()}) for row in r.turn] == [[0, 1], [1, 2]]
+  assert r.turn_reward.tolist() == [[0.5, 0, 0], [0, 0, 2]]
   said = [text for action, text in spans(a) if action]
   assert spans(b)[0][1].startswith("<|im_start|>user\n" + said[0].removesuffix("<|im_end|>"))
   assert engine.sessions[0].key != engine.sessions[1].key

@@ -140,13 +140,17 @@ def norm(slope):
 
 
 def assert_same(name, update, other):
-  """The gradient to 1e-5 of its norm, the loss to 1e-5 of that or of itself."""
+  """The gradient and the loss, both to 1e-5 of the gradient's norm.
+
+  The loss is up to 16 times that norm (`sft`) and its rounding still fits: seen are 6e-6 at most (`vespo`, whose weight
+  is an exponential of a sequence's log-ratio), 3e-6 for all others, and gradients to 2e-6.
+  """
   (value, slope, microbatches), (other_value, other_slope, several) = update, other
   assert microbatches == 1 < several
   size = norm(slope)
   assert np.isfinite(size) and size > 1e-6, name
   assert norm(jax.tree.map(np.subtract, slope, other_slope)) <= LIMIT * size, name
-  assert abs(value - other_value) <= LIMIT * max(size, abs(value)), name
+  assert abs(value - other_value) <= LIMIT * size, name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
