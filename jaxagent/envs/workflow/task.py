@@ -19,22 +19,26 @@ class Task:
   rules: str
 
 
+def truth_of(domain: Domain, scale: Scale, seed: int) -> Files:
+  """The untouched rendering of the task's world."""
+  return domain.render(domain.world(random.Random(f"world {domain.name} {scale} {seed}"), scale.rows))
+
+
 def build(domain: Domain, scale: Scale, seed: int) -> Task:
   """The same domain, scale and seed give the same bytes.
 
   ValueError: a world with too few records for its defects.
   """
-  rng = random.Random(f"{domain.name} {scale} {seed}")
-  truth = domain.render(domain.world(rng, scale.rows))
+  rng = random.Random(f"defects {domain.name} {scale} {seed}")
+  truth = truth_of(domain, scale, seed)
   classes = _draw_classes(domain, scale, rng)
   files = {path: text for path, text in truth.items() if path != domain.report}
-  defects, hit = [], set()
+  defects, targets = [], _draw_targets(classes, truth, scale, rng)
   for corruption in classes:
-    for key in _draw_targets(corruption, truth, hit, scale, rng):
-      damaged = corruption.damage(files, key, rng)
-      defects.append(Defect(corruption.name, differing(facts(files, files), facts(damaged, damaged))))
+    for key in targets[corruption.name]:
+      damaged, where = corruption.damage(files, key, rng), (corruption.path,)
+      defects.append(Defect(corruption.name, differing(facts(files, where), facts(damaged, where))))
       files = damaged
-      hit.add((corruption.path, key))
   drawn = {corruption.name for corruption in classes}
   stages = [(c.name, tuple(name for name in c.after if name in drawn)) for c in classes]
   stages.append(("report", tuple(sorted(drawn))))
@@ -48,9 +52,15 @@ def _draw_classes(domain: Domain, scale: Scale, rng: random.Random) -> list[Corr
   return [domain.corruptions[i] for i in sorted(chosen)]
 
 
-def _draw_targets(corruption: Corruption, truth: Files, hit: set, scale: Scale, rng: random.Random) -> list[str]:
-  """Records that no other defect has hit: fewer than `scale.defects` where the class has fewer targets."""
-  free = [key for key in corruption.targets(truth) if (corruption.path, key) not in hit]
-  if not free:
-    raise ValueError(f"no record is left for a defect {corruption.name!r} among {scale.rows} rows; raise rows")
-  return rng.sample(free, min(scale.defects, len(free)))
+def _draw_targets(classes: list[Corruption], truth: Files, scale: Scale, rng: random.Random) -> dict[str, list[str]]:
+  """Records for each class, none of them twice; fewer than `scale.defects` where there are fewer. The class with the
+  fewest to choose from chooses first."""
+  chosen: dict[str, list[str]] = {}
+  hit: set[tuple[str, str]] = set()
+  for corruption in sorted(classes, key=lambda c: len(c.targets(truth))):
+    free = [key for key in corruption.targets(truth) if (corruption.path, key) not in hit]
+    if not free:
+      raise ValueError(f"no record is left for a defect {corruption.name!r} among {scale.rows} rows; raise rows")
+    chosen[corruption.name] = keys = rng.sample(free, min(scale.defects, len(free)))
+    hit |= {(corruption.path, key) for key in keys}
+  return chosen

@@ -26,7 +26,7 @@ from jaxagent.envs.workflow.draft import Draft
 from jaxagent.envs.workflow.forensics import FORENSICS
 from jaxagent.envs.workflow.inventory import INVENTORY
 from jaxagent.envs.workflow.pipeline import PIPELINE
-from jaxagent.envs.workflow.task import Task, build
+from jaxagent.envs.workflow.task import Task, build, truth_of
 from jaxagent.envs.workflow.verifier import verify
 from jaxagent.envs.workflow.workspace import NAMED, SINGLE, Workspace, as_input, schemas
 from jaxagent.envs.workflow.world import SCALES, Domain, Scale
@@ -107,8 +107,9 @@ class Workflow:
   def task(self, domain: str, split: str, seed: int) -> Task:
     """The first task of the split among those of seed, seed + stride, ..."""
     for attempt in range(ATTEMPTS):
-      task = build(DOMAINS[domain], self.sizes, seed + attempt * SEED_STRIDE)
-      if split_of(repr(sorted(task.truth.items())), held_out=HELD_OUT) == split:
+      own = DOMAINS[domain], self.sizes, seed + attempt * SEED_STRIDE
+      if split_of(repr(sorted(truth_of(*own).items())), held_out=HELD_OUT) == split:
+        task = build(*own)
         return task if self.rules == "prompt" else _with_file(task)
     raise ValueError(f"workflow: no {domain} task of the {split} split among {ATTEMPTS}; raise rows")
 
@@ -194,6 +195,4 @@ def _with_file(task: Task) -> Task:
   """The task with its rules among its files, where they have to stay as they are."""
   more = {RULES_FILE: task.rules + "\n"}
   contract = dataclasses.replace(task.contract, truth={**task.truth, **more})
-  return dataclasses.replace(
-    task, files={**task.files, **more}, truth={**task.truth, **more}, contract=contract
-  )
+  return dataclasses.replace(task, files={**task.files, **more}, truth={**task.truth, **more}, contract=contract)
