@@ -12,6 +12,8 @@ from jaxagent.losses import (
   mean_one_attribution,
   sampled_jensen_shannon,
   sampled_student_kl,
+  sequence_mean,
+  token_mean,
 )
 from jaxagent.methods.annotators import Given
 from jaxagent.methods.group import grpo
@@ -33,11 +35,12 @@ def state_free_relative(
   return group_relative(reward, group, valid=valid & (selection < 0), rollout=rollout)
 
 
-def mean_of_kind(keep: Bool[Array, "N T"], selection: Float[Array, "N"]) -> Float[Array, "N T"]:
-  """1 / (kept tokens of the rows without the state) on those rows, and the same for the rows with it."""
+def mean_of_kind(
+  keep: Bool[Array, "N T"], selection: Float[Array, "N"], rollout: Int[Array, "N"]
+) -> Float[Array, "N T"]:
+  """`sequence_mean`, as in GRPO, of the rows without the state; `token_mean` of those with it. Each adds up to 1."""
   free = keep & (selection < 0)[:, None]
-  tokens = jnp.where((selection < 0)[:, None], jnp.sum(free), jnp.sum(keep & ~free))
-  return keep / jnp.maximum(tokens, 1)
+  return sequence_mean(free, rollout) + token_mean(keep & ~free)
 
 
 def distillation(
@@ -75,9 +78,9 @@ def experience_funnel(coefficient: Coefficient = 1.0, annotator: Annotator = SEL
   rollouts. A row with the state stands under the prompt without it: `rollout.restate.with_prefix`. The others have both
   columns too; their `logp_privileged` may hold anything.
   `logp_privileged [N, T]`: the teacher's log-probs (nats) of its tokens, which the teacher sampled seeing the state;
-  for the frozen policy itself these are the row's `logp_rollout`. `coefficient` is the distillation's weight beside 1
-  for GRPO. Gates, edits of the state and what remains of it belong to the loop around: `losses.accept_state`,
-  `accept_policy`, `residual_items`.
+  for the frozen policy itself these are the row's `logp_rollout`; a row that the policy sampled and a larger teacher
+  only scored would bias the divergence. `coefficient` is the distillation's weight beside 1 for GRPO. Gates, edits of
+  the state and what remains of it belong to the loop around: `losses.accept_state`, `accept_policy`, `residual_items`.
   Reconstruction in part: only notes of the paper were available. Ours differs: divergences are of the sampled tokens,
   unbiased, where the paper sums the vocabulary; a column `divergence [N, T]` replaces the attribution's.
   """

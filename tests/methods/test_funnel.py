@@ -72,8 +72,11 @@ def test_token_weights_against_a_loop():
       total += c["selection"][i] * live[i].sum()
   assert total > 0
   assert_allclose(p.rollouts.columns["distilled"] * p.aggregate, weight / total, rtol=2e-4, atol=1e-6)
-  assert_allclose(np.sum(p.aggregate[free]), 1, rtol=1e-5)
   assert_allclose(np.sum(p.aggregate[~free]), 1, rtol=1e-5)
+  of_rollout = {k: live[free & (r.rollout == k)].sum() for k in r.rollout}  # GRPO's mean over rollouts
+  rollouts = sum(tokens > 0 for tokens in of_rollout.values())
+  for i in np.flatnonzero(free):
+    assert_allclose(p.aggregate[i], live[i] / max(rollouts * of_rollout[r.rollout[i]], 1), rtol=1e-5)
   assert (p.advantage[~free] == 0).all() and np.abs(p.advantage[free]).max() > 0
   metrics = credit(METHODS["experience_funnel"], r)[1]
   assert_allclose(metrics["distilled/rows"], (~free & r.valid).sum() / r.valid.sum(), rtol=1e-6)
