@@ -13,6 +13,11 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
+from jaxagent import config as run_config
+from jaxagent.models.config import DecoderConfig
+from jaxagent.models.decoder import decoder_policy
+from jaxagent.models.policy import on_mesh
+from jaxagent.training.sharding import BATCH_AXES, make_mesh, param_shardings
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.prefix_sliding import prefix_sliding_attention, prefix_sliding_decode
 
@@ -32,11 +37,15 @@ ATTENTION = {
 }
 
 
-@functools.cache
-def device(chip):
+def devices(chip):
   for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):  # no TPU to ask for, nor to keep from others
     os.environ.setdefault(name, "1")
-  return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
+  return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
+
+
+@functools.cache
+def device(chip):
+  return devices(chip)[0]
 
 
 def compiled(chip, function, *arrays):
@@ -97,6 +106,32 @@ def test_grouped_matmul_and_its_gradient(chip, rows, depth, width):
   arrays = ((rows, depth), jnp.bfloat16), ((8, depth, width), jnp.bfloat16), ((8,), jnp.int32)
   text = compiled(chip, gradient(grouped_matmul, 2), *arrays).as_text()
   assert text.count("grouped_matmul") > text.count("grouped_matmul_gradient") > 0
+
+
+def test_a_model_on_a_mesh():
+  """Forward and gradient of prefix-sliding layers: rows over "data", heads over "tensor", the kernels on each chip."""
+  sizes = dict(vocab_size=512, width=256, layers=2, heads=4, kv_heads=2, head_dim=128, mlp_width=512)
+  slides = dict(attention="prefix_sliding", window=256, max_prefix=128)
+  policy = decoder_policy(DecoderConfig(**sizes, **slides, dtype="bfloat16"))
+  mesh = make_mesh(run_config.Mesh(data=2, tensor=2), devices=list(devices("v5e")))
+  split = on_mesh(policy, mesh)
+
+  def loss(params, tokens, position, segment, prefix_end):
+    states = split.forward(params, tokens, position, segment, prefix_end=prefix_end).states
+    logp = jax.nn.log_softmax(split.head(params, states[:, :-1]))
+    return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
+
+  def placed(shapes, shardings):
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+
+  shapes = jax.eval_shape(policy.init, jax.random.key(0))
+  params = placed(shapes, param_shardings(policy.axes, shapes, mesh=mesh))
+  by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(BATCH_AXES))
+  rows = [jax.ShapeDtypeStruct((4, 1024), jnp.int32, sharding=by_row)] * 4
+  program = jax.jit(jax.value_and_grad(loss)).lower(params, *rows).compile()
+  text = program.as_text()
+  assert all(name in text for name in ("prefix_sliding_forward", "prefix_sliding_dq", "prefix_sliding_dkv"))
+  assert "bf16[2,2,1024,128]" in text  # of 4 rows and 4 heads each chip has 2 and 2
 
 
 def test_memory_is_linear_up_to_128k():

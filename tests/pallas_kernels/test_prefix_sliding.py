@@ -171,7 +171,8 @@ def walked(length, window, prefix):
   q, k = (jnp.zeros((1, 1, length, WIDTH)) for _ in range(2))
   start, end = jnp.zeros((1, length), jnp.int32), jnp.full((1, length), prefix)
   walk = xla.Walk(q, k, start, end, Options(window, 1.0, None))
-  return sum(int(walk.block(i).count) for i in range(walk.blocks))
+  blocks = [walk.block(i) for i in range(walk.blocks)]
+  return sum(int(block.prefix_tiles + block.window_tiles) for block in blocks)
 
 
 def test_tiles_are_linear_in_the_row_for_a_finite_window():
