@@ -42,16 +42,15 @@ BLOCK = 128  # smallest block of a symmetric product
 def newton_schulz(
   x: Float[Array, "m n"], coefficients: tuple[Quintic, ...] = JORDAN, *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, "m n"]:
-  """X <- a X + (b A + c A A) X with A = X X^T, once for each quintic, from X / |X|_F.
+  """X <- (a + b A + c A A) X with A = X X^T, once for each quintic, from X / |X|_F.
 
   `dtype` is that of the iteration; bfloat16 products accumulate in float32. Returns float32.
   Source: Jordan et al. 2024. Ours differs: A and A A are symmetric, so only their blocks on and above the diagonal are
   computed; no epsilon, so tiny matrices are orthogonalised too.
   """
   x = unit(x).astype(dtype)
-  for a, b, c in coefficients:
-    gram = symmetric_product(x, x)
-    x = (a * x + product((b * gram + c * symmetric_product(gram, gram)).astype(dtype), x)).astype(dtype)
+  for quintic in coefficients:
+    x = product(_factor(quintic, symmetric_product(x, x), dtype), x).astype(dtype)
   return x.astype(jnp.float32)
 
 
@@ -115,14 +114,18 @@ def blocks(m: int) -> int:
 
 def _gram_steps(gram, coefficients, dtype):
   """Q, the product of h(R) over the steps, for X X^T = gram."""
-  total = None
-  for i, (a, b, c) in enumerate(coefficients):
-    square = symmetric_product(gram, gram)
-    factor = (b * gram + c * square + a * jnp.eye(gram.shape[0])).astype(dtype)
-    total = factor if total is None else symmetric_product(factor, total)
-    if i + 1 < len(coefficients):
-      gram = symmetric_product(symmetric_product(factor, gram), factor)
+  factor = total = _factor(coefficients[0], gram, dtype)
+  for quintic in coefficients[1:]:
+    gram = symmetric_product(symmetric_product(factor, gram), factor)
+    factor = _factor(quintic, gram, dtype)
+    total = symmetric_product(total, factor)
   return total
+
+
+def _factor(quintic, gram, dtype):
+  """h(R) = a + b R + c R R, with a on the diagonal: a pass over the small matrix in place of one over the wide."""
+  a, b, c = quintic
+  return (a * jnp.eye(gram.shape[0]) + b * gram + c * symmetric_product(gram, gram)).astype(dtype)
 
 
 def _plain_cost(shape, steps):

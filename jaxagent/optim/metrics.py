@@ -51,7 +51,8 @@ def spectrum(x: Float[Array, "m n"]) -> Spectrum:
   probes = np.random.default_rng(0).choice(np.float32([-1, 1]), (x.shape[0], PROBES)).T
   size = _above_zero(jnp.max(jnp.abs(x)))  # squares of what is divided by it neither overflow nor vanish
   image = ((probes / size) @ x) @ x.T / size  # rows, of which a CPU multiplies few at a time faster than columns
-  square, fourth = jnp.sum((x / size) ** 2), jnp.mean(jnp.sum(image * image, 1))
+  scaled = x / size
+  square, fourth = jnp.sum(scaled * scaled), jnp.mean(jnp.sum(image * image, 1))
   steeper = size * jnp.sqrt(jnp.sum((image / size @ x) ** 2, 1) / _above_zero(jnp.sum(image * image, 1)))
   return Spectrum(jnp.max(steeper), square * square / _above_zero(fourth) / x.shape[0])
 

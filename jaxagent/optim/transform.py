@@ -145,11 +145,12 @@ def _orthogonalized(tree: Any, iterate: Iteration, scale: Scale, specs: Labels |
       outputs[i] = stacks.turned(x, pieces[i])
     before.append(spectra[0])
     after.append(spectra[1])
-  updates = []
+  updates, squares = [], []
   for i, a in enumerate(arranged):
-    parts = [scale(*y.shape[1:]) * y for p, y in zip(pieces, outputs) if p.leaf == i]
-    updates.append(stacks.unflatten(parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1), a))
-  squares = [jnp.sum(x * x) for x in updates]
+    parts = [(scale(*y.shape[1:]), y) for p, y in zip(pieces, outputs) if p.leaf == i]
+    squares += [factor**2 * jnp.sum(y * y) for factor, y in parts]  # not of the product, which would be stored for it
+    scaled = [factor * y for factor, y in parts]
+    updates.append(stacks.unflatten(scaled[0] if len(scaled) == 1 else jnp.concatenate(scaled, -1), a))
   return jax.tree.unflatten(structure, updates), summary(before, after, squares, sum(x.size for x in leaves))
 
 
