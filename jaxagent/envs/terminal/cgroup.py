@@ -13,14 +13,14 @@ _numbers = itertools.count()
 
 
 class Group:
-  """Bounds memory and processes of all that is added to it."""
+  """Bounds memory and processes of a process and of all that it starts."""
 
   def __init__(self, path: Path):
     self.path = path
 
   @classmethod
-  def create(cls, limits: SandboxLimits, bases: tuple[Path, ...] | None = None) -> "Group | None":
-    """A new group below the first of `bases` (default: `delegated()`) that hands on both controllers; else None."""
+  def create(cls, limits: SandboxLimits, pid: int, bases: tuple[Path, ...] | None = None) -> "Group | None":
+    """Puts a process into a new group below the first of `bases` (default: `delegated()`) that allows it; else None."""
     for base in delegated() if bases is None else bases:
       path = base / f"jaxagent-{os.getpid()}-{next(_numbers)}"
       try:
@@ -28,6 +28,7 @@ class Group:
         path.mkdir()
         (path / "pids.max").write_text(str(limits.processes + SPARE_PROCESSES))
         (path / "memory.max").write_text(str(limits.total_memory))
+        (path / "cgroup.procs").write_text(str(pid))
       except OSError:
         with contextlib.suppress(OSError):
           path.rmdir()
@@ -36,9 +37,6 @@ class Group:
         (path / "memory.swap.max").write_text("0")
       return cls(path)
     return None
-
-  def add(self, pid: int) -> None:
-    (self.path / "cgroup.procs").write_text(str(pid))
 
   def killed(self) -> int:
     """How many processes were killed for want of memory so far."""

@@ -75,25 +75,26 @@ COMMAND = (
   ' exec 2>&1; eval "$1"'
 )
 
-# Arguments: descriptor of the status pipe, seconds of CPU, COMMAND, limits. Requests: name NUL command NUL.
-# Status lines: "ready", then for each request its name, the exit code, and how many processes had to be killed.
+# Arguments: seconds of CPU, COMMAND, limits. Its input is a socket, which no other process can open by way of /proc.
+# There it reads requests, name NUL command NUL, and writes lines: "ready", then for each request its name, the exit
+# code, and how many processes had to be killed.
 FIRST_PROCESS = """
-status=$1 cpu=$2 run=$3
-shift 3
+cpu=$1 run=$2
+shift 2
 ulimit "$@" || exit 1
 exec 2>/dev/null
 echo 1000 >/proc/self/oom_score_adj
 trap 'kill -9 -1' USR1
-echo ready >&"$status"
+echo ready >&0
 while IFS= read -r -d '' name && IFS= read -r -d '' command; do
-  (ulimit -t "$cpu"; exec bash -c "$run" bash "$command") </dev/null {status}>&- &
+  (ulimit -t "$cpu"; exec bash -c "$run" bash "$command") </dev/null &
   wait $!
   code=$?
   set -- /proc/[0-9]*
   left=$(($# - 1))
   kill -9 -1
   while set -- /proc/[0-9]*; [ $# -gt 1 ]; do :; done
-  echo "$name $code $left" >&"$status"
+  echo "$name $code $left" >&0
 done
 """
 
@@ -116,14 +117,14 @@ echo probed
 """
 
 
-def first_process(limits: SandboxLimits, status: int) -> list[str]:
+def first_process(limits: SandboxLimits) -> list[str]:
   kib = 1024
   bounds = {
     "-v": limits.memory // kib, "-f": limits.file_size // kib, "-u": limits.processes, "-n": limits.open_files,
     "-c": 0, "-l": 0, "-q": 0,
   }  # fmt: skip
   options = [text for name, value in bounds.items() for text in (name, str(value))]
-  return ["bash", "-c", FIRST_PROCESS, "bash", str(status), str(limits.cpu), COMMAND, *options]
+  return ["bash", "-c", FIRST_PROCESS, "bash", str(limits.cpu), COMMAND, *options]
 
 
 def bubblewrap(program: Sequence[str], limits: SandboxLimits, *, seccomp: int, info: int | None = None) -> list[str]:

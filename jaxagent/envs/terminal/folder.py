@@ -38,18 +38,6 @@ class Folder:
         content = file.read(most + 1) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
     return content if content is not None and len(content) <= most else None
 
-  def names(self, path: str = ".", most: int = 1000) -> frozenset[str] | None:
-    """What lies in a folder, not deeper; None also where it is more than `most`."""
-    with self._parent(path + "/.") as (parent, _):
-      if parent is None:
-        return None
-      try:
-        with os.scandir(parent) as entries:
-          found = frozenset(entry.name for _, entry in zip(range(most + 1), entries))
-      except OSError:
-        return None
-    return found if len(found) <= most else None
-
   def inodes(self) -> int:
     """Files and folders in use on its file system."""
     found = os.fstatvfs(self.descriptor)

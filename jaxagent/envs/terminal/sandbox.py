@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,10 @@ class SandboxGone(Exception):
 
 
 class Sandbox:
-  """Of one event loop. `folder` is its /work, seen from outside, also after the sandbox died; not after `close`."""
+  """Of one event loop; holds eight descriptors and two processes of this machine.
+
+  `folder` is its /work, seen from outside: also after the sandbox was stopped, until `close`.
+  """
 
   def __init__(self, limits: SandboxLimits, shown: int):
     self.limits, self.shown = limits, shown
@@ -129,26 +133,23 @@ class Sandbox:
       group.remove()
 
   def _spawn(self) -> None:
-    requests, self._requests = self._pipe(ours=1)
-    self._output, output = self._pipe(ours=0)
-    self._status, status = self._pipe(ours=0)
-    self._info, info = self._pipe(ours=0)
+    self._control, control = self._ends(*(end.detach() for end in socket.socketpair()))
+    self._output, output = self._ends(*os.pipe())
+    self._info, info = self._ends(*os.pipe())
     seccomp = pipe_of(seccomp_filter())
-    program = bubblewrap(first_process(self.limits, status), self.limits, seccomp=seccomp, info=info)
+    program = bubblewrap(first_process(self.limits), self.limits, seccomp=seccomp, info=info)
     try:
       self._process = subprocess.Popen(
-        program, stdin=requests, stdout=output, stderr=output, pass_fds=(status, info, seccomp), cwd="/"
+        program, stdin=control, stdout=output, stderr=output, pass_fds=(info, seccomp), cwd="/"
       )
     finally:
-      for descriptor in (requests, output, status, info, seccomp):
+      for descriptor in (control, output, info, seccomp):
         os.close(descriptor)
     self._monitor = self._own(os.pidfd_open(self._process.pid))
 
-  def _pipe(self, *, ours: int) -> tuple[int, int]:
-    """(reader, writer); the end with index `ours` does not block, and is closed with the sandbox."""
-    ends = os.pipe()
-    os.set_blocking(self._own(ends[ours]), False)
-    return ends
+  def _ends(self, ours: int, theirs: int) -> tuple[int, int]:
+    os.set_blocking(self._own(ours), False)
+    return ours, theirs
 
   def _own(self, descriptor: int) -> int:
     self._fds.callback(os.close, descriptor)
@@ -168,9 +169,7 @@ class Sandbox:
     self.folder, self._scratch = (
       Folder(self._own(os.open(f"/proc/{self.pid}/root{path}", flags))) for path in (FOLDER, SCRATCH)
     )
-    self._group = Group.create(self.limits)
-    if self._group is not None:
-      self._group.add(self.pid)
+    self._group = Group.create(self.limits, self.pid)
 
   async def _serve(self, request: bytes, wall: float) -> Result:
     loop = asyncio.get_running_loop()
@@ -225,18 +224,20 @@ class Sandbox:
   async def _send(self, content: bytes) -> None:
     while content:
       try:
-        content = content[os.write(self._requests, content) :]
+        content = content[os.write(self._control, content) :]
       except BlockingIOError:
-        await _ready_to(asyncio.get_running_loop().add_writer, self._requests)
+        await _ready_to(asyncio.get_running_loop().add_writer, self._control)
 
   async def _line(self) -> bytes:
-    """The next line of the status pipe. EOFError: it is closed."""
+    """The next line that the first process says. EOFError: it is gone."""
     while b"\n" not in self._lines:
-      await _ready_to(asyncio.get_running_loop().add_reader, self._status)
+      await _ready_to(asyncio.get_running_loop().add_reader, self._control)
       try:
-        found = os.read(self._status, CHUNK)
+        found = os.read(self._control, CHUNK)
       except BlockingIOError:
         continue
+      except ConnectionResetError:
+        raise EOFError from None
       if not found:
         raise EOFError
       self._lines = (self._lines + found)[-CHUNK:]
@@ -270,13 +271,19 @@ class Sandbox:
     return self.gone
 
   async def _kill(self) -> None:
-    """The kernel ends a process namespace with its first process, which is gone only after all others are."""
-    if self._process is None or self._process.returncode is not None:
+    """The kernel ends a process namespace with its first process, which is gone only after all others are.
+
+    The process that waits for it outside then ends by itself; killed earlier, it would leave a zombie to the system.
+    """
+    if self._process is None or self._monitor is None or self._process.returncode is not None:
       return
-    for descriptor in (self._first, self._monitor):
-      if descriptor is not None:
-        self._signal(descriptor, signal.SIGKILL)
-        await _ready_to(asyncio.get_running_loop().add_reader, descriptor)
+    self._signal(self._monitor if self._first is None else self._first, signal.SIGKILL)
+    ended = asyncio.create_task(_ready_to(asyncio.get_running_loop().add_reader, self._monitor))
+    try:
+      await asyncio.wait({ended}, timeout=GRACE)
+    finally:
+      ended.cancel()
+    self._process.kill()
     self._process.wait()
 
   def _signal(self, descriptor: int, number: int) -> None:

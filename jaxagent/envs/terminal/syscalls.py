@@ -14,7 +14,8 @@ REFUSED = {
   "semget": (64, 190), "mq_open": (240, 180), "io_uring_setup": (425, 425), "ptrace": (101, 117),
   "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "userfaultfd": (323, 282), "bpf": (321, 280),
   "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-  "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "open_by_handle_at": (304, 265),
+  "pidfd_getfd": (438, 438), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
+  "open_by_handle_at": (304, 265),
 }  # fmt: skip
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in REFUSED, AUDIT_ARCH_*
