@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 
 class Layout(NamedTuple):
@@ -59,33 +59,38 @@ def product(spec: str, a, b):
   return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def padded(x, tile: int):
-  """Room for a last tile that reaches beyond the rows."""
-  return jnp.pad(x, ((0, tile), (0, 0)))
+def size_of_tile(rows: int, groups: int) -> int:
+  return min(tile_rows(rows, groups, most=256), rows)
+
+
+def tile_at(plan: Walk, t, rows: int, tile: int) -> tuple[Int[Array, ""], Bool[Array, "tile 1"]]:
+  """First row of tile t and which are its own; one that would reach beyond the rows is moved back, not padded."""
+  at = jnp.minimum(plan.at[t], rows - tile)
+  row = at + jnp.arange(tile)
+  return at, ((plan.at[t] <= row) & (row < plan.stop[t]))[:, None]
 
 
 def multiply(spec: str, x, weights, sizes, width: int):
-  """Tile by tile in order, so that what a tile writes beyond its group is overwritten by the next group."""
-  count = x.shape[0]
-  tile = tile_rows(count, sizes.shape[0], most=256)
-  plan, rows = walk(sizes, count, tile), padded(x, tile)
+  count, tile = x.shape[0], size_of_tile(x.shape[0], sizes.shape[0])
+  plan = walk(sizes, count, tile)
 
   def one(t, y):
-    part = lax.dynamic_slice_in_dim(rows, plan.at[t], tile)
-    return lax.dynamic_update_slice_in_dim(y, product(spec, part, weights[plan.group[t]]), plan.at[t], 0)
+    at, own = tile_at(plan, t, count, tile)
+    part = product(spec, lax.dynamic_slice_in_dim(x, at, tile), weights[plan.group[t]]).astype(x.dtype)
+    part = jnp.where(own, part, lax.dynamic_slice_in_dim(y, at, tile))
+    return lax.dynamic_update_slice_in_dim(y, part, at, 0)
 
-  y = lax.fori_loop(0, plan.count, one, jnp.zeros((count + tile, width), jnp.float32))[:count]
-  return jnp.where((jnp.arange(count) < jnp.sum(sizes))[:, None], y, 0).astype(x.dtype)
+  return lax.fori_loop(0, plan.count, one, jnp.zeros((count, width), x.dtype))
 
 
 def matrix_gradient(x, g, sizes):
   """x_e^T g_e for every group e, in float32."""
-  tile = tile_rows(x.shape[0], sizes.shape[0], most=256)
-  plan, x, g = walk(sizes, x.shape[0], tile), padded(x, tile), padded(g, tile)
+  count, tile = x.shape[0], size_of_tile(x.shape[0], sizes.shape[0])
+  plan = walk(sizes, count, tile)
 
   def one(t, dw):
-    inside = (plan.at[t] + jnp.arange(tile) < plan.stop[t])[:, None]
-    rows, more = (jnp.where(inside, lax.dynamic_slice_in_dim(a, plan.at[t], tile), 0) for a in (x, g))
+    at, own = tile_at(plan, t, count, tile)
+    rows, more = (jnp.where(own, lax.dynamic_slice_in_dim(a, at, tile), 0) for a in (x, g))
     return dw.at[plan.group[t]].add(product("md,mf->df", rows, more))
 
   return lax.fori_loop(0, plan.count, one, jnp.zeros((sizes.shape[0], x.shape[1], g.shape[1]), jnp.float32))
