@@ -1,7 +1,8 @@
 """What is sent back, in OpenAI's shapes.
 
-Log-probs are `logp_rollout`, of the policy at the request's temperature, one for each token that was sampled. Those are
-the tokens that `return_token_ids` gives, the one that ended the turn among them, though it is not in the text.
+Log-probs are `logp_rollout`, of the policy at the request's temperature (at 1 where that is 0), before `logit_bias` and
+truncation; one for each token that was sampled. Those are the tokens that `return_token_ids` gives, the one that ended
+the turn among them, though it is not in the text.
 """
 
 import contextlib
@@ -15,8 +16,9 @@ import numpy as np
 
 from jaxagent.envs.base import ToolCall
 from jaxagent.models.tokenizer import Tokenizer
-from jaxagent.serve.reading import Answer
+from jaxagent.serve.reading import Answer, read_completion
 from jaxagent.serve.turns import Delta, Job
+from jaxagent.types import Completion
 
 LEAST = -9999.0  # log-prob that stands for -inf, which JSON has not
 
@@ -93,7 +95,8 @@ def envelope(form: Form, *, stream: bool, model: str, version: int) -> dict[str,
   }
 
 
-def whole(form: Form, common: dict[str, Any], job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
+def whole(form: Form, common: dict[str, Any], job: Job, completions: Sequence[Completion]) -> dict[str, Any]:
+  answers = [read_completion(job.rules, completion) for completion in completions]
   choices = [
     {
       "index": i,

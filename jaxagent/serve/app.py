@@ -26,7 +26,7 @@ from jaxagent.serve.answers import ChatForm, Form, TextForm, chunks, envelope, w
 from jaxagent.serve.reading import Rules
 from jaxagent.serve.schemas import COMPLETION_TOKENS, ApiError, ChatRequest, CompletionRequest, Parameters, read
 
-MAX_BODY = 32 * 2**20
+MAX_BODY = 8 * 2**20
 CLIENT_LEFT = 499  # never read by anyone
 
 Result = TypeVar("Result")
@@ -190,12 +190,12 @@ def _endpoint(served: Served, form: Form, kind: type[Parameters], make_job: Call
   async def endpoint(request: Request) -> Any:
     asked = read(kind, await _body(request))
     check_name(served, asked.model)
-    job = await asyncio.to_thread(make_job, served, asked)  # a long text takes a while to encode
+    job = await asyncio.to_thread(make_job, served, asked)  # long texts are encoded beside the others' turns
     common = envelope(form, stream=job.stream, model=served.name, version=served.engine.version)
     if job.stream:
       return Stream(chunks(form, common, job, turns.deltas(served.engine, job)))
-    answers = await while_connected(request.receive, turns.answers(served.engine, job))
-    return JSONResponse(whole(form, common, job, answers))
+    completions = await while_connected(request.receive, turns.completions(served.engine, job))
+    return await asyncio.to_thread(lambda: JSONResponse(whole(form, common, job, completions)))
 
   return endpoint
 
@@ -218,10 +218,13 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
     if not working.done():
       raise ClientDisconnect
     return working.result()
+  except asyncio.CancelledError:  # only a server that stops cancels a request
+    raise ApiError("the server is stopping", code="stopping", type="server_error", status=503) from None
   finally:
     working.cancel()
     leaving.cancel()
-    await asyncio.gather(working, leaving, return_exceptions=True)
+    with contextlib.suppress(asyncio.CancelledError):
+      await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -235,30 +238,35 @@ class Stream(Response):
   def __init__(self, chunks: AsyncGenerator[dict[str, Any]]):
     super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     del self.headers["content-length"]
-    self._chunks = chunks
+    self._chunks, self._begun = chunks, False
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    with contextlib.suppress(ClientDisconnect):
+    try:
       await while_connected(receive, self._run(send))
+    except ClientDisconnect:
+      pass
+    except Exception as error:
+      if not self._begun:
+        raise
+      known = isinstance(error, ApiError)
+      await _send_part(send, _event((error if known else internal_error()).body), last=True)
+      if not known:
+        raise
 
   async def _run(self, send: Send) -> None:
     async with contextlib.aclosing(self._chunks) as chunks:
-      event = _event(await anext(chunks))
-      await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-      failure = None
-      try:
-        while True:
-          await send({"type": "http.response.body", "body": event, "more_body": True})
-          event = _event(await anext(chunks))
-      except StopAsyncIteration:
-        event = b"data: [DONE]\n\n"
-      except Exception as error:
-        failure = error
-        event = _event((error if isinstance(error, ApiError) else internal_error()).body)
-      await send({"type": "http.response.body", "body": event, "more_body": False})
-      if failure is not None and not isinstance(failure, ApiError):
-        raise failure
+      async for chunk in chunks:
+        if not self._begun:
+          await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+          self._begun = True
+        await _send_part(send, _event(chunk))
+    await _send_part(send, b"data: [DONE]\n\n", last=True)
+
+
+async def _send_part(send: Send, part: bytes, *, last: bool = False) -> None:
+  await send({"type": "http.response.body", "body": part, "more_body": not last})
 
 
 def _event(value: dict[str, Any]) -> bytes:
-  return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+  """In ASCII, since clients disagree about which characters of Unicode end a line."""
+  return b"data: " + json.dumps(value, allow_nan=False).encode() + b"\n\n"

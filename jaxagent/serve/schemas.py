@@ -21,6 +21,8 @@ from pydantic import (
 from jaxagent.sampling.request import Sampling
 
 CHOICES = 128  # that one request may ask for
+STOPS = 16  # strings; each is looked for at every step
+TOOLS = 128
 COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given: OpenAI's default
 
 
@@ -77,6 +79,7 @@ def _sampled_ids(value: dict[str, float]) -> dict[int, float]:
 
 Nothing = only()
 Label = Any
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Strict(BaseModel):
@@ -173,12 +176,12 @@ class Parameters(Strict):
   model: str
   n: Annotated[int, Field(ge=1, le=CHOICES)] | None = None
   seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-  temperature: Annotated[float, Field(ge=0)] | None = None
+  temperature: Annotated[float, Field(ge=0, le=100)] | None = None
   top_p: Annotated[float, Field(gt=0, le=1)] | None = None
   top_k: Annotated[int, Field(ge=0)] | None = None
   min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
   max_tokens: Annotated[int, Field(ge=1)] | None = None
-  stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)] | None = None
+  stop: Annotated[list[StopString], Field(max_length=STOPS), BeforeValidator(_listed)] | None = None
   logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_sampled_ids)] | None = None
   stream: bool | None = None
   stream_options: StreamOptions | None = None
@@ -230,7 +233,7 @@ class ChatRequest(Parameters):
 
   messages: list[Message] | None = None
   prompt_token_ids: list[int] | None = None
-  tools: list[Tool] | None = None
+  tools: Annotated[list[Tool], Field(max_length=TOOLS)] | None = None
   tool_choice: only("auto", "none") = None
   parallel_tool_calls: only(True) = None
   max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jaxagent.sampling.engine import Engine, Session
 from jaxagent.sampling.request import Sampling
 from jaxagent.serve.reading import Answer, Reader, Rules, read_completion
 from jaxagent.serve.schemas import ApiError
+from jaxagent.types import Completion
 
 RETRY_AFTER = 1  # seconds
 
@@ -44,12 +45,12 @@ class Delta:
   answer: Answer | None = None
 
 
-def choice_key(seed: int | None, number: int) -> Any:
-  """A key for each choice of a prompt, from all 64 bits of the seed; None: the engine draws one."""
+def choice_keys(seed: int | None, n: int) -> Sequence[Any]:
+  """A key for each of a prompt's choices, from all 64 bits of the seed; None: the engine draws one."""
   if seed is None:
-    return None
+    return [None] * n
   key = jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), (seed >> 32) & 0xFFFFFFFF)
-  return jax.random.fold_in(key, number)
+  return [jax.random.fold_in(key, number) for number in range(n)]
 
 
 @contextlib.contextmanager
@@ -57,9 +58,9 @@ def opened(engine: Engine, job: Job) -> Iterator[list[Session]]:
   """A session for each choice. All are closed at the end, which frees their rows. The engine's errors as ApiErrors."""
   sessions: list[Session] = []
   try:
+    keys = choice_keys(job.seed, job.n)
     for prompt in job.prompts:
-      for number in range(job.n):
-        sessions.append(_open(engine, prompt, choice_key(job.seed, number), job.source))
+      sessions.extend(_open(engine, prompt, key, job.source) for key in keys)
     yield sessions
   finally:
     for session in sessions:
@@ -88,7 +89,7 @@ def as_api_error(error: Exception) -> Exception:
   return error
 
 
-async def answers(engine: Engine, job: Job) -> list[Answer]:
+async def completions(engine: Engine, job: Job) -> list[Completion]:
   """Every choice, in order. One that fails ends the others."""
   with opened(engine, job) as sessions:
     try:
@@ -96,7 +97,7 @@ async def answers(engine: Engine, job: Job) -> list[Answer]:
         turns = [group.create_task(session.sample(job.sampling)) for session in sessions]
     except* Exception as errors:
       raise as_api_error(_first(errors)) from None
-    return [read_completion(job.rules, turn.result()) for turn in turns]
+    return [turn.result() for turn in turns]
 
 
 def _first(errors: BaseExceptionGroup) -> Exception:

@@ -19,14 +19,15 @@ from jaxagent.types import Completion
 class Live:
   """A server in a thread. `client()` is OpenAI's own."""
 
-  def __init__(self, served: Served, api_key: str | None = None):
+  def __init__(self, served: Served, api_key: str | None = None, grace: int | None = None):
     self.served, self.engine, self.chat = served, served.engine, served.chat
     self.sessions: list = []  # every one that was opened
     open_session = self.engine.open
     self.engine.open = lambda *args, **named: self.sessions.append(open_session(*args, **named)) or self.sessions[-1]
     self.bound = server.bind("127.0.0.1", 0)
     self.url = server.url(self.bound)
-    config = uvicorn.Config(application(served, api_key=api_key), log_level="warning", lifespan="off")
+    app = application(served, api_key=api_key)
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=grace)
     self._server = uvicorn.Server(config)
     self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.bound]})
 
@@ -35,8 +36,11 @@ class Live:
     self._thread.start()
     return self
 
-  def __exit__(self, *_):
+  def stop(self):
     self._server.should_exit = True
+
+  def __exit__(self, *_):
+    self.stop()
     self._thread.join()
     self.bound.close()
 

@@ -6,15 +6,20 @@ import time
 import httpx
 import openai
 import pytest
+from running import Live, Teller
+
+from jaxagent.models.chat import Chat
+from jaxagent.serve.app import Served
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 HERMES = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": "€"}}\n</tool_call>'
 USER = [{"role": "user", "content": "1+2"}]
+BODY = {"model": "told", "messages": USER}
 
 
 def ask(live, **named):
   with live.client() as client:
-    answer = client.chat.completions.create(**{"model": "told", "messages": USER, **named})
+    answer = client.chat.completions.create(**{**BODY, **named})
     return list(answer) if named.get("stream") else answer
 
 
@@ -74,6 +79,16 @@ def test_streamed_text_is_whole_characters_up_to_the_stop(tell, seed):
   assert logprobs == [-i for i in range(1, len("Ω😀 is ü END".encode()) + 1)]
 
 
+def test_events_are_lines_for_every_client(tell, http):
+  text = "a\u2028b\x85c\nd\x1ee"
+  with http.stream("POST", tell(text).url + "/chat/completions", json={**BODY, "stream": True}) as response:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+  assert events[-1] == "[DONE]"
+  deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+  assert "".join(delta.get("content", "") for delta in deltas) == text
+
+
 def test_a_failure_is_told_and_harms_nobody_else(tell):
   live = tell("bad", "fine", "bad")
   with pytest.raises(openai.InternalServerError, match="the server failed"):
@@ -84,10 +99,21 @@ def test_a_failure_is_told_and_harms_nobody_else(tell):
   assert all(session.closed for session in live.sessions)
 
 
+def test_a_server_that_stops_says_so():
+  engine = Teller(["abc"], waits=True)
+  with Live(Served(engine, Chat(engine.tokenizer), "told"), grace=1) as live, live.client() as client:
+    chunks = client.chat.completions.create(**BODY, stream=True)
+    assert next(chunks).choices[0].delta.role == "assistant"
+    live.stop()
+    with pytest.raises(openai.APIError, match="the server is stopping"):
+      list(chunks)
+  assert live.sessions[0].closed
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_closes_its_session(tell, stream):
   live = tell("abc", waits=True)
-  body = {"model": "told", "messages": USER, "stream": stream}
+  body = {**BODY, "stream": stream}
   with pytest.raises(httpx.ReadTimeout):
     httpx.post(live.url + "/chat/completions", json=body, timeout=0.5)
   until = time.monotonic() + 30
