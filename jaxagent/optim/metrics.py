@@ -13,7 +13,7 @@ PROBES = 8
 class MuonState(NamedTuple):
   """`mu` is the momentum; `measured` what `muon_metrics` reads, of the last update."""
 
-  count: Int[Array, ""]
+  count: Int[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # Optax's name for it
   mu: Any
   measured: dict[str, Float[Array, ""]]
 
@@ -48,7 +48,7 @@ def nothing_measured() -> dict[str, Float[Array, ""]]:
 
 def spectrum(x: Float[Array, "m n"]) -> Spectrum:
   """Estimates from X X^T Z, Z of random signs: |X X^T z|^2 is sum s^4 on average, and leans to the largest s."""
-  probes = np.random.default_rng(0).choice(np.float32([-1, 1]), (x.shape[0], PROBES)).T
+  probes = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (x.shape[0], PROBES)).T
   size = _above_zero(jnp.max(jnp.abs(x)))  # squares of what is divided by it neither overflow nor vanish
   image = ((probes / size) @ x) @ x.T / size  # rows, of which a CPU multiplies few at a time faster than columns
   scaled = x / size

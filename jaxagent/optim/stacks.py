@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -84,7 +84,7 @@ class Spread(NamedTuple):
     moves = [(axis, dim) for dim in (1, 2) for axis in reversed(entry[dim])]
     moved = [*entry[0], *(axis for axis, _ in moves)]
     copies = [axis for axis in self._over() if axis not in moved]
-    size = self.mesh.shape
+    size = self._sizes()
     ways = math.prod(size[axis] for axis in (*copies, *(axis for axis, _ in moves)))
 
     def local(*arrays):
@@ -126,10 +126,14 @@ class Spread(NamedTuple):
     spec = spec.spec if isinstance(spec, NamedSharding) else spec
     over = [] if spec is None else [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec]
     over += [()] * (len(arranged.order) - len(over))
-    over = [tuple(axis for axis in x if self.mesh.shape[axis] > 1) for x in over]
+    size = self._sizes()
+    over = [tuple(axis for axis in x if size[axis] > 1) for x in over]
     arranged = arranged.with_first(axis for axis in range(len(over)) if over[axis])
     first = [part[0] if part else None for part in arranged.parts]
     return tuple(() if axis is None else over[axis] for axis in first), arranged
+
+  def _sizes(self) -> Mapping[str, int]:
+    return {} if self.mesh is None else self.mesh.shape
 
   def _over(self) -> tuple[str, ...]:
     """The mesh axes of more than one device among `axes`."""
@@ -146,7 +150,7 @@ class Spread(NamedTuple):
 
     def fits(dim, over):
       over = tuple(axis for axis in over if axis in self._over())
-      ways = math.prod(self.mesh.shape[axis] for axis in over)
+      ways = math.prod(self._sizes()[axis] for axis in over)
       return over if all(x.shape[dim] % ways == 0 for x in batches) else ()
 
     if known:

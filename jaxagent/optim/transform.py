@@ -70,7 +70,7 @@ def scale_by_muon(
 
   def update(updates, state, params=None):
     del params
-    count = optax.safe_increment(state.count)
+    count = jnp.asarray(optax.safe_increment(state.count))
     mu = optax.tree.update_moment(updates, state.mu, beta, 1)
     direction = _direction(updates, mu, beta, count, nesterov)
     change, measured = _orthogonalized(direction, iterate, shape_scale, specs, spread)
@@ -138,7 +138,7 @@ def _orthogonalized(tree: Any, iterate: Iteration, scale: Scale, specs: Labels |
   flat = [stacks.flatten(x, a) for x, a in zip(leaves, arranged)]
   pieces = [p for i, a in enumerate(arranged) for p in stacks.pieces(i, a, layouts[i])]
   inputs = [stacks.cut(flat[p.leaf], p) for p in pieces]
-  outputs, before, after = [None] * len(pieces), [], []
+  outputs, before, after = list(inputs), [], []
   for members in stacks.same_shape(inputs):
     batch, spectra = spread(partial(_one, iterate), [inputs[i] for i in members], [pieces[i].layout for i in members])
     for i, x in zip(members, batch):
