@@ -55,7 +55,7 @@ def test_untouched_is_0_the_reference_rises_to_1_and_in_between_is_strictly_betw
   potential = [task.contract.potential(files) for files in states(task)]
   assert potential[0] == 0.0 and potential[-1] == 1.0
   assert all(a < b for a, b in itertools.pairwise(potential))
-  assert len(potential) == len(task.contract.defects) + 1
+  assert len(potential) == len(task.contract.defects) + 2  # the report too
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -185,22 +185,28 @@ def test_rewriting_the_rules_scores_0():
 
 
 def test_a_stage_counts_no_more_than_those_before_it():
-  files = {"a.csv": "k,v\n1,x\n2,y\n", "b.csv": "k,v\n1,x\n"}
+  files = {"a.csv": "k,v\n1,x\n2,y\n", "b.csv": "k,v\n1,x\n", "r.json": '{"n": 2}'}
   sites = [("a.csv", "record", k, "1") for k in "12"]
-  defects = (Defect("one", {sites[0]}), Defect("one", {sites[1]}), Defect("two", {("b.csv", "record", "1", "1")}))
-  contract = Contract(files, (("one", ()), ("two", ("one",))), tuple(map(frozen, defects)))
+  sites.append(("b.csv", "record", "1", "1"))
+  defects = tuple(Defect(stage, frozenset({site})) for stage, site in zip(("one", "one", "two"), sites))
+  contract = Contract(files, "r.json", (("one", ()), ("two", ("one",))), defects)
   damaged = {"a.csv": "k,v\n1,?\n2,?\n", "b.csv": "k,v\n1,?\n"}
-  assert contract.potential(damaged) == 0.0
+  assert contract.potential(damaged) == contract.potential({**damaged, "r.json": files["r.json"]}) == 0.0
   assert contract.potential({**damaged, "b.csv": files["b.csv"]}) == 0.0  # two before one
   half = {**damaged, "a.csv": "k,v\n1,x\n2,?\n"}
-  assert contract.potential(half) == 0.25
-  assert contract.potential({**half, "b.csv": files["b.csv"]}) == 0.5
+  assert contract.potential(half) == pytest.approx(0.5 / 3, abs=1e-6)
+  assert contract.potential({**half, "b.csv": files["b.csv"]}) == pytest.approx(1 / 3, abs=1e-6)
+  assert contract.potential({**half, "b.csv": files["b.csv"], "r.json": files["r.json"]}) == 0.5
+  assert contract.potential({**files, "r.json": '{"n": 3}'}) == pytest.approx(2 / 3, abs=1e-6)
   assert contract.potential({**half, "a.csv": "k,w\n1,x\n2,?\n"}) == 0.0  # did harm
-  assert contract.scores(half) == {"intact": 1.0, "one": 0.5, "two": 0.0}
+  assert contract.scores(half) == {"intact": 1.0, "one": 0.5, "two": 0.0, "report": 0.0}
 
 
-def frozen(defect):
-  return Defect(defect.stage, frozenset(defect.sites))
+def test_a_stage_behind_one_that_was_not_drawn_still_comes_after_those_before_it():
+  drawn = [build(DOMAINS["cleaning"], SCALES["unit"], seed).contract.stages for seed in range(40)]
+  stages = {tuple(name for name, _ in found): found for found in drawn}
+  assert stages["columns", "lost"] == (("columns", ()), ("lost", ("columns",)))
+  assert stages["regions", "lost"] == (("regions", ()), ("lost", ()))
 
 
 def digest(task):

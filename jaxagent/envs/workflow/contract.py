@@ -28,45 +28,38 @@ class Defect:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contract:
-  """`stages` without "intact", each with the stages that must come before it; a file of the truth that the inputs lack
-  is the single defect of the last stage."""
+  """`stages`, each with those before it, have their `defects`. The last stage, after all of them, is the file `report`,
+  which the inputs lack: 1 if it says what the truth says, else 0."""
 
   truth: Mapping[str, str]
+  report: str
   stages: tuple[tuple[str, tuple[str, ...]], ...]
   defects: tuple[Defect, ...]
 
   def __post_init__(self):
-    names = ["intact", *(name for name, _ in self.stages)]
+    names = ["intact", *(name for name, _ in self.stages), "report"]
     before = np.zeros((len(names), len(names)), bool)
-    before[1:, 0] = True
-    for name, after in self.stages:
-      for other in after:
-        before[names.index(name), names.index(other)] = True
-    weight = np.array([0.0, *[1 / len(self.stages)] * len(self.stages)], np.float32)
+    before[1:, 0] = before[-1, :-1] = True
+    for name, earlier in self.stages:
+      before[names.index(name), [names.index(other) for other in earlier]] = True
+    weight = np.array([0.0, *[1 / (len(names) - 1)] * (len(names) - 1)], np.float32)
     object.__setattr__(self, "_arrays", (weight, all_prerequisites(before)))
     object.__setattr__(self, "_facts", facts(self.truth, self.truth))
 
   def scores(self, files: Mapping[str, str]) -> dict[str, float]:
-    """c_v of every stage, "intact" first."""
+    """c_v of every stage, "intact" first and "report" last."""
     wrong = differing(self._facts, facts(files, self.truth))
+    reported = all(path != self.report for path, *_ in wrong)
     touched = frozenset().union(*(defect.sites for defect in self.defects))
-    given = {path for path in self.truth if not self._whole(path)}
-    scores = {"intact": float(not any(fact[0] in given for fact in wrong - touched))}
-    for name, _ in self.stages:
-      repaired = [not self._open(defect, wrong) for defect in self.defects if defect.stage == name]
-      scores[name] = sum(repaired) / len(repaired)
-    return scores
+    harmed = any(path != self.report for path, *_ in wrong - touched)
+    repaired = {
+      name: [not defect.sites & wrong for defect in self.defects if defect.stage == name] for name, _ in self.stages
+    }
+    shares = {name: sum(done) / len(done) for name, done in repaired.items()}
+    return {"intact": float(not harmed), **shares, "report": float(reported)}
 
   def potential(self, files: Mapping[str, str]) -> float:
     """Phi in [0, 1] of the workspace: 1 iff the strict verifier accepts it (rounded to 1e-6, for float32's sake)."""
     weight, before = self._arrays
     scores = np.array(list(self.scores(files).values()), np.float32)
     return round(min(float(contract_progress(scores, weight, before)), 1.0), 6)
-
-  def _whole(self, path: str) -> bool:
-    """The defect is that the file is missing: then every fact of the file is its site, whatever is written there."""
-    return any((path,) in defect.sites for defect in self.defects)
-
-  def _open(self, defect: Defect, wrong: frozenset[Fact]) -> bool:
-    missing = {fact[0] for fact in defect.sites if len(fact) == 1}
-    return bool(defect.sites & wrong) or any(fact[0] in missing for fact in wrong)

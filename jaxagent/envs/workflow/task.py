@@ -39,12 +39,18 @@ def build(domain: Domain, scale: Scale, seed: int) -> Task:
       damaged, where = corruption.damage(files, key, rng), (corruption.path,)
       defects.append(Defect(corruption.name, differing(facts(files, where), facts(damaged, where))))
       files = damaged
-  drawn = {corruption.name for corruption in classes}
-  stages = [(c.name, tuple(name for name in c.after if name in drawn)) for c in classes]
-  stages.append(("report", tuple(sorted(drawn))))
-  defects.append(Defect("report", frozenset({(domain.report,)})))
+  contract = Contract(truth, domain.report, _stages(domain, classes), tuple(defects))
   rules = "\n".join([domain.summary, *(c.rule for c in classes), domain.report_rule])
-  return Task(domain, files, truth, Contract(truth, tuple(stages), tuple(defects)), rules)
+  return Task(domain, files, truth, contract, rules)
+
+
+def _stages(domain: Domain, classes: list[Corruption]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+  """The drawn classes, each with the drawn ones before it: also those that stand behind one that was not drawn."""
+  earlier: dict[str, set[str]] = {}
+  for corruption in domain.corruptions:
+    earlier[corruption.name] = {*corruption.after, *(name for after in corruption.after for name in earlier[after])}
+  drawn = [corruption.name for corruption in classes]
+  return tuple((name, tuple(other for other in drawn if other in earlier[name])) for name in drawn)
 
 
 def _draw_classes(domain: Domain, scale: Scale, rng: random.Random) -> list[Corruption]:

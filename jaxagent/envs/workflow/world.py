@@ -30,7 +30,7 @@ SCALES = {"unit": Scale(8, 1, 2), "small": Scale(24, 3, 3), "full": Scale(80, 8,
 @dataclasses.dataclass(frozen=True)
 class Corruption:
   """A class of defects. `damage(files, key, rng)` puts one at the record `key` of `path`; `rule` tells the agent how it
-  is undone. `after` names the classes that must be undone first."""
+  is undone. `after` names the classes that must be undone first; they stand before it in the domain."""
 
   name: str
   path: str
