@@ -2,10 +2,13 @@
 
 import asyncio
 import dataclasses
+import os
 import random
 import sys
 
+import jax
 import pytest
+from scripted import ScriptedEngine
 
 from jaxagent.config import Env
 from jaxagent.envs.base import Action, Malformed, ToolCall
@@ -15,6 +18,11 @@ from jaxagent.envs.terminal import Sandbox, SandboxGone, SandboxLimits, Terminal
 from jaxagent.envs.terminal.tasks import ASSERTIONS, KINDS, LEVELS, Task, generators
 from jaxagent.envs.terminal.tasks.task import Case, Content, Exists, Line, Mode, Others, Prefix, Setting, parsed
 from jaxagent.envs.terminal.verifier import score
+from jaxagent.models.chat import Chat, write_calls
+from jaxagent.models.tokenizer import byte_tokenizer
+from jaxagent.rollout.batch import to_rollouts
+from jaxagent.rollout.episode import Limits, run_episode
+from jaxagent.sampling.request import Sampling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the platform is not Linux")
 
@@ -429,3 +437,60 @@ def test_mode_sees_the_content_too():
 
   assert Mode("a", 0o640, "xx").holds(Stub(a="xx")) and not Mode("a", 0o640, "xx").holds(Stub(a="x"))
   assert Mode("a", 0o600, "xx", 0o700).holds(Stub(a="xx")) and not Mode("a", 0o600, "xx").holds(Stub(a="xx"))
+
+
+# --- in a rollout -----------------------------------------------------------------------------------------------------
+
+
+def rollout(tasks, write, index, *, max_turns=4, tool_format="plain"):
+  chat = Chat(byte_tokenizer(), tool_format=tool_format)
+  environment, seed = tasks.environment("train", index)
+  engine = ScriptedEngine(chat.tokenizer, chat.eot, write, capacity=4000)
+  limits = Limits(max_turns=max_turns, max_tokens=4000, timeout=60)
+  sampling = Sampling(max_tokens=1000)
+  run = run_episode(engine, chat, environment, seed, sampling=sampling, limits=limits, key=jax.random.key(0))
+  (trajectory,) = asyncio.run(run)
+  return trajectory
+
+
+@pytest.mark.parametrize("tool_format", ["plain", "hermes", "qwen_xml"])
+def test_the_demonstrated_words_solve_the_task_in_every_tool_format(tool_format):
+  tasks = Terminal(kinds=("files", "data"), level="tiny")
+  command = tasks.demonstration(0)[0][1]["tool_calls"][0]["function"]["arguments"]["input"]
+  words = write_calls([ToolCall("bash", {"input": command})], tool_format)
+  trajectory = rollout(tasks, lambda text, rng: "done" if "[exit 0]" in text else words, 0, tool_format=tool_format)
+  assert (trajectory.status, trajectory.outcome) == ("done", 1.0)
+  assert trajectory.columns == {"assertions_passed": 20}
+
+
+def test_rollouts_that_end_in_any_way_have_the_column():
+  tasks = Terminal(kinds=("files",), level="tiny")
+  ends = [
+    rollout(tasks, lambda text, rng: "done", 0),
+    rollout(tasks, lambda text, rng: "<bash>true</bash>", 0, max_turns=2),
+    rollout(tasks, lambda text, rng: "<bash>yes", 0, max_turns=2),
+  ]
+  assert [t.status for t in ends] == ["done", "truncated", "truncated"]
+  ends = [dataclasses.replace(t, rollout=i) for i, t in enumerate(ends)]
+  rollouts = to_rollouts(ends, tokens=4000, turns=4)
+  assert rollouts.columns["assertions_passed"].tolist() == [0, 0, 0]
+
+
+def test_an_episode_that_overruns_its_time_fails_and_leaves_no_process():
+  tasks = Terminal(kinds=("files",), level="tiny", limits={"wall": 30})
+  environment, seed = tasks.environment("train", 0)
+  chat = Chat(byte_tokenizer())
+  engine = ScriptedEngine(chat.tokenizer, chat.eot, lambda text, rng: "<bash>setsid sleep 77 & sleep 77</bash>")
+  limits, sampling = Limits(max_turns=4, max_tokens=900, timeout=1.0), Sampling(max_tokens=100)
+  run = run_episode(engine, chat, environment, seed, sampling=sampling, limits=limits, key=jax.random.key(0))
+  (trajectory,) = asyncio.run(run)
+  assert trajectory.status == "failed" and "took longer than 1.0 s" in trajectory.cause and trajectory.outcome == 0
+  assert not living(environment._sandbox.pid)
+
+
+def living(pid):
+  try:
+    os.stat(f"/proc/{pid}")
+  except FileNotFoundError:
+    return False
+  return True
