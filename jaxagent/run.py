@@ -344,8 +344,8 @@ def serve_command(args: argparse.Namespace, rest: list[str]) -> int:
     from jaxagent.serve.app import Served
   except ModuleNotFoundError as error:
     raise ValueError(f"jaxagent serve needs an extra ({error}): pip install 'jaxagent[serve]'") from None
-  key = os.environ.get("JAXAGENT_API_KEY") or None if args.api_key is None else args.api_key
-  key = server.checked_key(args.host, key)
+  given = args.api_key if args.api_key is not None else os.environ.get("JAXAGENT_API_KEY") or None
+  key = server.checked_key(args.host, given)
   with server.bind(args.host, args.port) as bound:  # a port that is taken is told before the model is loaded
     policy, params, chat = read_policy(args.source, tool_format=args.tool_format)
     engine = Engine(

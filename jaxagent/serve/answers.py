@@ -111,8 +111,8 @@ def whole(form: Form, common: dict[str, Any], job: Job, completions: Sequence[Co
 
 
 async def chunks(
-  form: Form, common: dict[str, Any], job: Job, deltas: AsyncGenerator[Delta]
-) -> AsyncGenerator[dict[str, Any]]:
+  form: Form, common: dict[str, Any], job: Job, deltas: AsyncGenerator[Delta, None]
+) -> AsyncGenerator[dict[str, Any], None]:
   """The answer as the chunks of a stream; the last one of a choice says only how it ended."""
   common = {**common, **({"usage": None} if job.usage else {})}
   begun: set[int] = set()

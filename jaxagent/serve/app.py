@@ -43,8 +43,8 @@ class Served:
 
   @property
   def stop_ids(self) -> tuple[int, ...]:
-    eos = self.chat.tokenizer.eos_id
-    return tuple({self.chat.eot: None} | ({} if eos is None else {eos: None}))
+    ends = (self.chat.eot, self.chat.tokenizer.eos_id)
+    return tuple(dict.fromkeys(i for i in ends if i is not None))
 
   def described(self) -> dict[str, Any]:
     return {
@@ -235,7 +235,7 @@ async def _disconnected(receive: Receive) -> None:
 class Stream(Response):
   """Server-sent events of the chunks, then [DONE]. What fails before the first chunk still has its status."""
 
-  def __init__(self, chunks: AsyncGenerator[dict[str, Any]]):
+  def __init__(self, chunks: AsyncGenerator[dict[str, Any], None]):
     super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     del self.headers["content-length"]
     self._chunks, self._begun = chunks, False

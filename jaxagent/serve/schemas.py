@@ -71,7 +71,7 @@ def _is_ids(value: Any) -> bool:
   return isinstance(value, list) and all(type(i) is int for i in value)
 
 
-def _sampled_ids(value: dict[str, float]) -> dict[int, float]:
+def _keyed_by_id(value: dict[str, float]) -> dict[int, float]:
   if bad := [key for key in value if not (key.isascii() and key.isdecimal())]:
     raise ValueError(f"its keys must be token ids, got {bad[0]!r}")
   return {int(key): bias for key, bias in value.items()}
@@ -182,7 +182,7 @@ class Parameters(Strict):
   min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
   max_tokens: Annotated[int, Field(ge=1)] | None = None
   stop: Annotated[list[StopString], Field(max_length=STOPS), BeforeValidator(_listed)] | None = None
-  logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_sampled_ids)] | None = None
+  logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_keyed_by_id)] | None = None
   stream: bool | None = None
   stream_options: StreamOptions | None = None
   return_token_ids: bool | None = None

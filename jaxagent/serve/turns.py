@@ -105,7 +105,7 @@ def _first(errors: BaseExceptionGroup) -> Exception:
   return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
-async def deltas(engine: Engine, job: Job) -> AsyncGenerator[Delta]:
+async def deltas(engine: Engine, job: Job) -> AsyncGenerator[Delta, None]:
   """The choices' tokens as they come. Closing it ends the turns that still run."""
   arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
   with opened(engine, job) as sessions:
