@@ -104,6 +104,7 @@ ATTACKS = {  # name: (limits, commands, what the last but one says; the last sho
   "kill the first process": ({}, ["for s in 9 15 19 3; do kill -$s 1; done; sleep 0.1; echo still"], "still"),
   "talk as the first process": (
     {}, ["for f in /proc/1/fd/0 /proc/1/fd/2; do echo 1 2 3 > $f; done; echo still"], "No such device or address"),
+  "starve the first process": ({}, ["prlimit --pid 1 --as=4096 --cpu=1"], "Operation not permitted"),
   "the root": ({}, ["echo x > /a"], "Read-only file system"),
   "programs": ({}, ["echo x > /usr/bin/bash"], "Read-only file system"),
   "devices": ({}, ["echo x > /dev/shm/a"], "Read-only file system"),
@@ -210,22 +211,27 @@ def test_a_signal_between_commands_does_no_harm():
   assert asyncio.run(play()) == "well"
 
 
-def test_a_dead_sandbox_says_so():
-  async def play():
-    box = await Sandbox.start()
-    await box.run("echo x > a")
-    os.kill(box.pid, signal.SIGKILL)
-    with pytest.raises(SandboxGone, match="it died"):
-      await box.run("echo")
-    with pytest.raises(SandboxGone, match="it died"):
-      await box.run("echo")
-    content = box.folder.read("a", 10)
-    await box.close()
-    with pytest.raises(SandboxGone, match=r"closed|died"):
-      await box.run("echo")
-    return content
+async def dying(command, error, what):
+  box = await Sandbox.start()
+  await box.run("echo x > a")
+  asyncio.get_running_loop().call_later(0.1, os.kill, box.pid, signal.SIGKILL)
+  with pytest.raises(error, match=what):
+    await box.run(command)
+  with pytest.raises(SandboxGone, match="its first process ended"):
+    await box.run("echo")
+  content = box.folder.read("a", 10)
+  await box.close()
+  return content
 
-  assert asyncio.run(play()) == b"x\n"
+
+def test_a_sandbox_that_is_killed_from_outside_is_a_fault_of_the_machine():
+  assert asyncio.run(dying("sleep 9", OSError, "killed from outside")) == b"x\n"
+
+
+def test_a_sandbox_that_ends_by_itself_is_gone(monkeypatch):
+  ends = confinement.FIRST_PROCESS.replace("; do\n", '; do\n[ "$command" = end ] && exit 1\n', 1)
+  monkeypatch.setattr(confinement, "FIRST_PROCESS", ends)
+  assert asyncio.run(dying("end", SandboxGone, "its first process ended")) == b"x\n"
 
 
 def test_closing_in_the_middle_of_a_command_kills_it_and_may_be_repeated():
@@ -377,7 +383,7 @@ def test_wrong_limits(limits):
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def verdict(program, architecture, number):
+def verdict(program, architecture, number, argument=0):
   """What a filter answers: a five-line interpreter of the instructions that it uses."""
   steps, at, value = list(syscalls.struct.iter_unpack("=HBBI", program)), 0, 0
   while True:
@@ -385,7 +391,7 @@ def verdict(program, architecture, number):
     if code == syscalls.RETURN:
       return k
     if code == syscalls.LOAD:
-      value, jump = {0: number, 4: architecture}[k], 0
+      value, jump = {0: number, 4: architecture, 16: argument}[k], 0
     else:
       jump = yes if (value == k if code == syscalls.JUMP_EQUAL else value >= k) else no
     at += 1 + jump
@@ -398,6 +404,8 @@ def test_the_filter_refuses_what_it_lists_and_no_more(machine, column, architect
   assert {n for n in range(600) if verdict(program, architecture, n) == syscalls.REFUSE} == refused
   assert verdict(program, architecture, syscalls.X32 + 1) == syscalls.REFUSE
   assert verdict(program, 0x40000003, 1) == syscalls.REFUSE  # 32-bit calls
+  limits = syscalls.LIMITS_OF_OTHERS[column]
+  assert [verdict(program, architecture, limits, pid) == syscalls.REFUSE for pid in (0, 1, 77)] == [False, True, True]
 
 
 def test_a_machine_without_a_list_is_refused():

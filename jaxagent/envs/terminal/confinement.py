@@ -40,8 +40,8 @@ class SandboxLimits:
   `wall`: of a command [a clock outside; beyond it the command is killed].
   None at all: core dumps, locked memory, message queues [RLIMIT_CORE, RLIMIT_MEMLOCK, RLIMIT_MSGQUEUE], and what no
   limit counts, such as memfd and System V memory [seccomp, see `syscalls`]. Short of memory, the kernel ends a sandbox
-  before anything else [oom_score_adj]. Without a cgroup, the buffers of sockets and pipes, which the kernel bounds for a
-  user as a whole, are in no sandbox's sum.
+  before anything else [oom_score_adj]. Without a cgroup, buffers of sockets and pipes are in no sandbox's sum: the
+  kernel bounds them for all processes of a user.
   """
 
   memory: int = 512 * MIB

@@ -107,7 +107,11 @@ class Sandbox:
     return sandbox
 
   async def run(self, command: str, *, wall: float | None = None) -> Result:
-    """One command at a time, for `wall` seconds (by default the limit's). SandboxGone: it is, or went with this."""
+    """One command at a time, for `wall` seconds (by default the limit's).
+
+    SandboxGone: it was stopped, or died of what ran in it, now or before. OSError: it was killed from outside, which
+    nothing in it can do.
+    """
     if self.gone:
       raise SandboxGone(self.gone)
     try:
@@ -119,7 +123,10 @@ class Sandbox:
     try:
       return await self._serve(request, self.limits.wall if wall is None else wall)
     except (EOFError, BrokenPipeError):
-      raise SandboxGone(await self._stop("it died")) from None
+      gone = await self._stop("its first process ended")
+      if self._process is not None and self._process.returncode == 128 + signal.SIGKILL:
+        raise OSError("the sandbox was killed from outside, perhaps for want of memory") from None
+      raise SandboxGone(gone) from None
 
   async def close(self) -> None:
     """Kills the sandbox and waits until the last of its processes is gone. May be called twice."""

@@ -17,12 +17,13 @@ REFUSED = {
   "pidfd_getfd": (438, 438), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
   "open_by_handle_at": (304, 265),
 }  # fmt: skip
+LIMITS_OF_OTHERS = (302, 261)  # prlimit64: refused for any process but the caller's own, which it names 0
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in REFUSED, AUDIT_ARCH_*
 X32 = 0x40000000  # bit of the x32 calls on x86_64: the same calls under other numbers
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 
 
@@ -33,13 +34,16 @@ def seccomp_filter(machine: str = "") -> bytes:
     raise ValueError(f"terminal: no list of system calls for {machine!r}, only for {', '.join(MACHINES)}")
   column, architecture = MACHINES[machine]
   numbers = [row[column] for row in REFUSED.values()]
-  refuse = len(numbers) + 1  # instructions from the first comparison of numbers to the refusal
+  refuse = len(numbers) + 4  # instructions from the first comparison of numbers to the refusal
   program = [
     (LOAD, 0, 0, ARCHITECTURE),
     (JUMP_EQUAL, 0, refuse + 2, architecture),
     (LOAD, 0, 0, NUMBER),
     (JUMP_AT_LEAST, refuse, 0, X32),
     *((JUMP_EQUAL, refuse - 1 - i, 0, number) for i, number in enumerate(numbers)),
+    (JUMP_EQUAL, 0, 2, LIMITS_OF_OTHERS[column]),
+    (LOAD, 0, 0, FIRST_ARGUMENT),
+    (JUMP_EQUAL, 0, 1, 0),
     (RETURN, 0, 0, ALLOW),
     (RETURN, 0, 0, REFUSE),
   ]
