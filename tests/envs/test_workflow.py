@@ -1,6 +1,7 @@
 import asyncio
 import dataclasses
 import json
+import random
 
 import jax
 import numpy as np
@@ -190,6 +191,15 @@ def test_what_the_tools_do(call, text):
   w = workspace()
   w.reply(call)
   assert w.files["a.csv"] == text
+
+
+def test_no_call_raises():
+  rng, w = random.Random(0), workspace()
+  values = ["a.csv", "", "b", 1, -1, 10**9, 1.5, True, None, [], {}, "2", "9" * 5000, "\ud800", "a.csv 1 x", "\n"]
+  for _ in range(2000):
+    names = rng.sample(["path", "line", "text", "input", "x"], rng.randint(0, 4))
+    call = ToolCall(rng.choice(["list", "read", "write", "edit", ""]), {name: rng.choice(values) for name in names})
+    assert isinstance(w.reply(call), str)
 
 
 def test_a_long_reply_is_cut_and_a_full_workspace_says_so():

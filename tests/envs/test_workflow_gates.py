@@ -218,7 +218,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others():
   assert again == {case: digest(task_of(*case)) for case in CASES}
   assert len(set(again.values())) == len(CASES)
   together = hashlib.blake2b("".join(again[case] for case in CASES).encode(), digest_size=8).hexdigest()
-  assert together == "85177672ae811823"  # the same on every machine and Python
+  assert together == "8432b425aafc1338"  # the same on every machine and Python
 
 
 def functions(tree):

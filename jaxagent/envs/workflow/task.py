@@ -40,7 +40,7 @@ def build(domain: Domain, scale: Scale, seed: int) -> Task:
       defects.append(Defect(corruption.name, differing(facts(files, where), facts(damaged, where))))
       files = damaged
   contract = Contract(truth, domain.report, _stages(domain, classes), tuple(defects))
-  rules = "\n".join([domain.summary, *(c.rule for c in classes), domain.report_rule])
+  rules = "\n".join([domain.summary, *(c.rule for c in classes), "Leave all else as it is.", domain.report_rule])
   return Task(domain, files, truth, contract, rules)
 
 

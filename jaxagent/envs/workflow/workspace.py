@@ -11,7 +11,7 @@ MAX_FILE = 200_000  # characters
 
 # how each tool's arguments are written in the one argument `input`: path first, the last one takes the rest
 PARAMETERS = {"list": (), "read": ("path", "line"), "write": ("path", "text"), "edit": ("path", "line", "text")}
-OPTIONAL = {"line": "read"}
+REQUIRED = {**PARAMETERS, "read": ("path",)}
 _DESCRIPTIONS = {
   "list": "Names the files.",
   "read": "Shows a file with line numbers, from `line` on (default 1).",
@@ -31,9 +31,8 @@ def _schema(name: str, arguments: str) -> dict[str, Any]:
   if arguments == SINGLE:
     properties, required = {"input": {"type": "string", "description": _INPUTS[name]}}, ["input"]
   else:
-    types = {"line": "integer"}
-    properties = {p: {"type": types.get(p, "string")} for p in PARAMETERS[name]}
-    required = [p for p in PARAMETERS[name] if OPTIONAL.get(p) != name]
+    properties = {p: {"type": "integer" if p == "line" else "string"} for p in PARAMETERS[name]}
+    required = list(REQUIRED[name])
   parameters = {"type": "object", "properties": properties, "required": required}
   function = {"name": name, "description": _DESCRIPTIONS[name], "parameters": parameters}
   return {"type": "function", "function": function}
@@ -68,14 +67,13 @@ class Workspace:
     arguments = dict(call.arguments)
     if set(arguments) == {SINGLE} and isinstance(arguments[SINGLE], str):
       arguments = _split(call.name, arguments[SINGLE])
-    wanted = [p for p in PARAMETERS[call.name] if OPTIONAL.get(p) != call.name]
-    if not set(wanted) <= set(arguments) <= set(PARAMETERS[call.name]):
+    if not set(REQUIRED[call.name]) <= set(arguments) <= set(PARAMETERS[call.name]):
       raise _Refused(f"{call.name} takes {', '.join(PARAMETERS[call.name]) or 'nothing'}")
     if "line" in arguments:
       arguments["line"] = _number(arguments["line"])
-    if not all(isinstance(value, (str, int)) for value in arguments.values()):
+    if not all(isinstance(value, str) for name, value in arguments.items() if name != "line"):
       raise _Refused(f"{call.name} takes texts, and a number as line")
-    return getattr(self, f"_{call.name}"), {name: v if name == "line" else str(v) for name, v in arguments.items()}
+    return getattr(self, f"_{call.name}"), arguments
 
   def _list(self) -> str:
     return "\n".join(sorted(self.files)) or "no files"
