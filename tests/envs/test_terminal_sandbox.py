@@ -1,6 +1,7 @@
 """The sandbox, and attacks on it. Without bubblewrap these fail: nothing is skipped on Linux."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -249,6 +250,34 @@ def test_closing_in_the_middle_of_a_command_kills_it_and_may_be_repeated():
   before = set(os.listdir("/proc/self/fd"))
   assert asyncio.run(play()) == []
   assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_start_that_is_cancelled_at_any_moment_leaves_no_process():
+  mark = str(7 * MIB + 4096 * (os.getpid() % 1000))  # of this process, in the arguments of bubblewrap
+
+  async def cancelled(after):
+    with contextlib.suppress(TimeoutError):
+      async with asyncio.timeout(after):
+        box = await Sandbox.start(SandboxLimits(disk=int(mark)))
+        await box.close()
+
+  async def play():
+    await asyncio.gather(*(cancelled(0.002 * i) for i in range(30)))
+
+  asyncio.run(play())
+  for _ in range(500):
+    commands = [command_line(pid) for pid in os.listdir("/proc") if pid.isdigit()]
+    if not any(mark in command for command in commands):
+      return
+    time.sleep(0.01)
+  raise AssertionError([command[:3] for command in commands if mark in command])
+
+
+def command_line(pid):
+  try:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+  except OSError:
+    return []
 
 
 def test_the_event_loop_goes_on_while_a_command_runs_and_commands_run_side_by_side():

@@ -14,13 +14,13 @@ nothing but itself. What a command leaves running is killed at its end. `Sandbox
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from jaxagent.envs.terminal.cgroup import Group
@@ -164,19 +164,27 @@ class Sandbox:
 
   async def _ready(self) -> None:
     """Nothing that is not ours runs before the first request, so what is opened here is what it should be."""
+    await self._find()
     try:
       said = await self._line()
     except EOFError:
       said = b""
     if said != b"ready":
       raise OSError(f"the sandbox did not start: {self._read().decode(errors='replace').strip() or 'it said nothing'}")
-    self.pid = json.loads(os.read(self._info, CHUNK))["child-pid"]
-    self._first = self._own(os.pidfd_open(self.pid))
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     self.folder, self._scratch = (
       Folder(self._own(os.open(f"/proc/{self.pid}/root{path}", flags))) for path in (FOLDER, SCRATCH)
     )
     self._group = Group.create(self.limits, self.pid)
+
+  async def _find(self) -> None:
+    """Learns from bubblewrap which process is the sandbox's first, if there will be one."""
+    await _ready_to(asyncio.get_running_loop().add_reader, self._info)
+    found = re.search(rb'"child-pid": *(\d+)', os.read(self._info, CHUNK))
+    if found:
+      self.pid = int(found[1])
+      with contextlib.suppress(ProcessLookupError):  # it has ended already, as when its limits are refused
+        self._first = self._own(os.pidfd_open(self.pid))
 
   async def _serve(self, request: bytes, wall: float) -> Result:
     loop = asyncio.get_running_loop()
@@ -207,9 +215,8 @@ class Sandbox:
       code, left = ended.result()
     finally:
       timer.cancel()
-      watch.cancel()
-      ended.cancel()
       loop.remove_reader(self._output)
+      await _cancelled(ended, watch)
     while more := self._read():
       output.add(more)
     if self._crowded():
@@ -280,16 +287,16 @@ class Sandbox:
   async def _kill(self) -> None:
     """The kernel ends a process namespace with its first process, which is gone only after all others are.
 
-    The process that waits for it outside then ends by itself; killed earlier, it would leave a zombie to the system.
+    The process that waits for it outside then ends by itself; killed earlier, it would leave a zombie to the system, or
+    a first process that is not yet set to die with it.
     """
     if self._process is None or self._monitor is None or self._process.returncode is not None:
       return
-    self._signal(self._monitor if self._first is None else self._first, signal.SIGKILL)
-    ended = asyncio.create_task(_ready_to(asyncio.get_running_loop().add_reader, self._monitor))
-    try:
-      await asyncio.wait({ended}, timeout=GRACE)
-    finally:
-      ended.cancel()
+    if self._first is None:
+      await _within(GRACE, self._find())
+    if self._first is not None:
+      self._signal(self._first, signal.SIGKILL)
+      await _within(GRACE, _ready_to(asyncio.get_running_loop().add_reader, self._monitor))
     self._process.kill()
     self._process.wait()
 
@@ -333,6 +340,19 @@ async def _ready_to(add: Callable, descriptor: int) -> None:
     await ready
   finally:
     (loop.remove_reader if add == loop.add_reader else loop.remove_writer)(descriptor)
+
+
+async def _within(seconds: float, waiting: Coroutine) -> None:
+  with contextlib.suppress(TimeoutError):
+    async with asyncio.timeout(seconds):
+      await waiting
+
+
+async def _cancelled(*tasks: asyncio.Task) -> None:
+  """Cancels them and waits until they have let go of their descriptors."""
+  for task in tasks:
+    task.cancel()
+  await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def resident(pid: int) -> int:
