@@ -25,8 +25,8 @@ def to_rollouts(
     number. Rows that do not know theirs number their turns on from one row to the next. `turn_reward` stands at the
     same numbers, 0 elsewhere.
   - `valid` is False for status "failed" and for filler rows. Those have task -1, length 0 and ids of their own.
-  - `entropy` [N, T] is None unless the sampler gave it for every action. With `routing`, int16 `[N, T, L, K]`, -1 for
-    tokens that were not processed. `columns`: "logp_sampled" [N, T], where some token was drawn from a truncated
+  - `entropy` [N, T] is None unless the sampler gave it for every action. With `routing`, `[N, T, L, K]` as recorded,
+    -1 for tokens that were not processed. `columns`: "logp_sampled" [N, T], where some token was drawn from a truncated
     distribution, and the trajectories' own, see `column` (0 for failed ones that lack it).
 
   ValueError: an episode still running, too long or with too many turns, at temperature 0, without a recorded routing or
@@ -222,7 +222,7 @@ def _routing(rows: list[Trajectory], n: int, tokens: int) -> np.ndarray:
   recorded = next((row.routing[0] for row in rows if row.routing), None)
   if recorded is None:
     raise ValueError("no rollout recorded its routing; set rollout.replay_routing to false for a dense model")
-  out = np.full((n, tokens, *np.shape(recorded)), -1, np.int16)
+  out = np.full((n, tokens, *np.shape(recorded)), -1, recorded.dtype)
   for i, row in enumerate(rows):
     if row.routing:
       out[i, : len(row.routing)] = row.routing

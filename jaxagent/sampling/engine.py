@@ -470,7 +470,11 @@ class Engine:
   def _stop_string_end(self, turn: Turn) -> int | None:
     """Tokens of the turn up to the one that completes a stop string."""
     ids = turn.session.tokens[turn.start :]
-    has = lambda size: any(s in text for text in [self.tokenizer.decode(ids[:size])] for s in turn.sampling.stop)  # noqa: E731
+
+    def has(size):
+      text = self.tokenizer.decode(ids[:size])
+      return any(s in text for s in turn.sampling.stop)
+
     if not has(len(ids)):
       turn.searched = len(ids)
       return None

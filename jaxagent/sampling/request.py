@@ -31,7 +31,7 @@ class Sampling:
       (0 <= self.min_p < 1, "min_p", self.min_p, "in [0, 1) (0 keeps all)"),
       (self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1"),
       (all(self.stop), "stop", self.stop, "without empty strings"),
-      (all(map(_is_bias, self.logit_bias)), "logit_bias", self.logit_bias, "pairs of an id and a bias (-inf forbids it)"),
+      (all(map(_is_bias, self.logit_bias)), "logit_bias", self.logit_bias, "pairs of an id and a bias"),
       (self.allowed is None or len(self.allowed) > 0, "allowed", self.allowed, "None or at least one id"),
     ]
     for ok, name, got, want in rules:

@@ -290,7 +290,7 @@ def as_batch(config: Config, parts: Parts, trajectories: list[Trajectory]) -> Ro
   return to_rollouts(
     trajectories,
     tokens=config.rollout.max_tokens,
-    turns=config.rollout.max_turns,
+    turns=config.rollout.max_turns * (1 + max(t.agent for t in trajectories)),  # agents may take turns
     routing=bool(getattr(parts.policy.config, "experts", 0)) and config.rollout.replay_routing,
     multiple=config.rollout.prompts * config.rollout.samples,
   )
@@ -355,7 +355,8 @@ def supervise(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) 
     phases = Phases()
     with phases("sft"):
       indices = range(step * c.batch, (step + 1) * c.batch)
-      rollouts = demonstrations_batch(parts.tasks, parts.chat, indices, tokens=config.rollout.max_tokens)
+      sizes = {"tokens": config.rollout.max_tokens, "turns": config.rollout.max_turns}
+      rollouts = demonstrations_batch(parts.tasks, parts.chat, indices, **sizes)
       batch, plan = pack(
         run(rollouts),
         row_tokens=config.training.row_tokens or config.rollout.max_tokens,

@@ -381,7 +381,7 @@ def test_a_sandbox_that_lets_something_through_is_refused(unprobed, monkeypatch,
     return [*arguments[:at], *with_, *arguments[at + len(without) :]]
 
   monkeypatch.setattr(confinement, "bubblewrap", weaker)
-  with pytest.raises(ValueError, match=f"does not confine.*{what}.*needs bubblewrap"):
+  with pytest.raises(ValueError, match=f"does not confine.*{what}.*needs Linux"):
     require_confinement()
 
 

@@ -137,9 +137,9 @@ def test_steps_that_do_not_fit_the_turns(steps):
 def routed(last=3):
   t = Trajectory(0, 0, 0, status="done", outcome=1.0)
   t.append_context([1, 2])
-  t.append_action(completion([5, 9], routing=np.full((3, 2, 1), 1)))
+  t.append_action(completion([5, 9], routing=np.full((3, 2, 1), 1, np.int16)))
   t.append_context([7])
-  t.append_action(completion([6], routing=np.full((2, 2, 1), last)))
+  t.append_action(completion([6], routing=np.full((2, 2, 1), last, np.int16)))
   return t
 
 

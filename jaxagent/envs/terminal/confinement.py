@@ -114,6 +114,7 @@ while read -r name _; do
   [[ $name = lo: || $name != *: ]] || echo "network $name"
 done </proc/net/dev
 (ulimit -u 1; exec xargs true) </dev/null >/dev/null 2>&1 && echo 'the number of processes is not limited'
+(ulimit -u 8; exec xargs true) </dev/null >/dev/null 2>&1 || echo 'processes outside count too'
 echo probed
 """
 
@@ -178,8 +179,8 @@ def require_confinement() -> None:
   said = _probe(PROBE)
   if said != "probed":
     raise ValueError(
-      f"terminal: this machine does not confine a sandbox, and nothing is run without one: {said}. It needs bubblewrap"
-      " 0.8 or newer and user namespaces for ordinary users: sysctl user.max_user_namespaces > 0, where they exist"
+      f"terminal: this machine does not confine a sandbox, and nothing is run without one: {said}. It needs Linux 5.14"
+      " and bubblewrap 0.8 or newer, and user namespaces for ordinary users: sysctl user.max_user_namespaces > 0, where they exist"
       " kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0; in a container, a"
       " seccomp profile and a /proc that allow them (Docker: --security-opt seccomp=unconfined --security-opt"
       " systempaths=unconfined)"

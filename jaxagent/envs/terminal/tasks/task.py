@@ -133,7 +133,7 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-  """The permission bits under `mask`; the content is untouched."""
+  """The permission bits under `mask`, of a file as large as `content`, which the bits may forbid us to read."""
 
   path: str
   mode: int
