@@ -180,10 +180,10 @@ def require_confinement() -> None:
   if said != "probed":
     raise ValueError(
       f"terminal: this machine does not confine a sandbox, and nothing is run without one: {said}. It needs Linux 5.14"
-      " and bubblewrap 0.8 or newer, and user namespaces for ordinary users: sysctl user.max_user_namespaces > 0, where they exist"
-      " kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0; in a container, a"
-      " seccomp profile and a /proc that allow them (Docker: --security-opt seccomp=unconfined --security-opt"
-      " systempaths=unconfined)"
+      " and bubblewrap 0.8, or newer ones, and user namespaces for ordinary users: sysctl user.max_user_namespaces > 0"
+      " and, where they exist, kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0;"
+      " in a container, a seccomp profile and a /proc that allow them (Docker: --security-opt seccomp=unconfined"
+      " --security-opt systempaths=unconfined)"
     )
 
 
