@@ -104,7 +104,10 @@ ATTACKS = {  # name: (limits, commands, what the last but one says; the last sho
   "kill the shell": ({}, ["kill -9 $$"], "[exit 137]"),
   "kill the first process": ({}, ["for s in 9 15 19 3; do kill -$s 1; done; sleep 0.1; echo still"], "still"),
   "talk as the first process": (
-    {}, ["for f in /proc/1/fd/0 /proc/1/fd/2; do echo 1 2 3 > $f; done; echo still"], "No such device or address"),
+    {}, ["for f in /proc/1/fd/0 /proc/1/fd/2; do echo 1 2 3 > $f; done; echo still"], "Permission denied"),
+  "write into the first process": ({}, ["echo > /proc/1/mem"], "Permission denied"),
+  "read the first process": ({}, ["cat /proc/1/environ"], "Permission denied"),
+  "write into the one to come": ({}, ["cat /shell; echo x > /shell; chmod 777 /shell"], "Read-only file system"),
   "starve the first process": ({}, ["prlimit --pid 1 --as=4096 --cpu=1"], "Operation not permitted"),
   "the root": ({}, ["echo x > /a"], "Read-only file system"),
   "programs": ({}, ["echo x > /usr/bin/bash"], "Read-only file system"),
@@ -179,7 +182,7 @@ def test_nothing_of_this_project_can_be_seen_or_written():
 
 def test_a_package_below_usr_is_covered(monkeypatch):
   monkeypatch.setattr(confinement, "PACKAGE", Path("/usr/lib"))
-  arguments = confinement.bubblewrap(["bash"], SandboxLimits(), seccomp=9)
+  arguments = confinement.bubblewrap(["bash"], SandboxLimits(), seccomp=9, shell=8)
   at = arguments.index("/usr/lib")
   assert arguments[at - 1 : at + 3] == ["--tmpfs", "/usr/lib", "--remount-ro", "/usr/lib"]
   assert arguments.index("/usr") < at
@@ -367,6 +370,7 @@ def test_another_platform_is_refused(unprobed, monkeypatch):
     (["--cap-drop", "ALL"], ["--cap-add", "ALL"], "capabilities"),
     (["--unshare-all"], ["--unshare-pid", "--unshare-uts"], "network"),
     (["--as-pid-1"], [], "processes are not apart"),
+    (["--perms", "0111"], ["--perms", "0555"], "the first process is open to the others"),
     (["--remount-ro", "/"], [], "/ can be written"),
     (["--remount-ro", "/dev"], [], "/dev/ can be written"),
     (["--assert-userns-disabled"], ["--no-such-option"], "Unknown option"),

@@ -18,6 +18,7 @@ from jaxagent.envs.terminal.syscalls import seccomp_filter
 
 MIB = 2**20
 FOLDER, SCRATCH = "/work", "/tmp"
+SHELL = "/shell"  # bash as the first process runs it
 NOBODY = "65534"
 PACKAGE = Path(jaxagent.__file__).resolve().parent
 SHOWN_OF_ETC = ("/etc/alternatives", "/etc/ld.so.cache")
@@ -73,7 +74,7 @@ class SandboxLimits:
 COMMAND = (
   "[ -f /tmp/.shell ] && . /tmp/.shell; cd -- \"$PWD\" || cd /work;"
   " trap '{ export -p >/tmp/.shell.new && /bin/mv -f /tmp/.shell.new /tmp/.shell; } 2>/dev/null' EXIT;"
-  ' exec 2>&1; eval "$1"'
+  ' echo 1000 >/proc/self/oom_score_adj; exec 2>&1; eval "$1"'
 )
 
 # Arguments: seconds of CPU, COMMAND, limits. Its input is a socket, which no other process can open by way of /proc.
@@ -84,7 +85,6 @@ cpu=$1 run=$2
 shift 2
 ulimit "$@" || exit 1
 exec 2>/dev/null
-echo 1000 >/proc/self/oom_score_adj
 trap 'kill -9 -1' USR1
 echo ready >&0
 while IFS= read -r -d '' name && IFS= read -r -d '' command; do
@@ -109,6 +109,7 @@ while read -r key value _; do
   esac
 done </proc/self/status
 for file in / /usr/ /dev/ /etc/; do (: >"${file}jaxagent-probe") 2>/dev/null && echo "$file can be written"; done
+(: </proc/1/environ) 2>/dev/null && echo 'the first process is open to the others'
 (: >/work/probe) 2>/dev/null || echo '/work cannot be written'
 while read -r name _; do
   [[ $name = lo: || $name != *: ]] || echo "network $name"
@@ -126,11 +127,16 @@ def first_process(limits: SandboxLimits) -> list[str]:
     "-c": 0, "-l": 0, "-q": 0,
   }  # fmt: skip
   options = [text for name, value in bounds.items() for text in (name, str(value))]
-  return ["bash", "-c", FIRST_PROCESS, "bash", str(limits.cpu), COMMAND, *options]
+  return [SHELL, "-c", FIRST_PROCESS, "bash", str(limits.cpu), COMMAND, *options]
 
 
-def bubblewrap(program: Sequence[str], limits: SandboxLimits, *, seccomp: int, info: int | None = None) -> list[str]:
-  """The command that runs `program` as pid 1 of a new sandbox. `seccomp` and `info` are open descriptors.
+def bubblewrap(
+  program: Sequence[str], limits: SandboxLimits, *, seccomp: int, shell: int, info: int | None = None
+) -> list[str]:
+  """The command that runs `program` as pid 1 of a new sandbox. `seccomp`, `shell`, `info` are open descriptors.
+
+  `shell` becomes `SHELL`, which can be executed and not read: the kernel keeps the memory and the descriptors of a
+  process that runs such a file from all others.
 
   Root gives up its identity first: the kernel does not limit the number of root's processes, in no namespace.
   """
@@ -143,7 +149,7 @@ def bubblewrap(program: Sequence[str], limits: SandboxLimits, *, seccomp: int, i
     "--clearenv", "--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", SCRATCH,
     "--setenv", "PWD", FOLDER, "--setenv", "LC_ALL", "C.UTF-8", "--setenv", "TERM", "dumb", "--hostname", "sandbox",
     "--ro-bind", "/usr", "/usr", *cover, *_beside_usr(), *(x for p in SHOWN_OF_ETC for x in ("--ro-bind-try", p, p)),
-    "--proc", "/proc", "--dev", "/dev",
+    "--proc", "/proc", "--dev", "/dev", "--perms", "0111", "--ro-bind-data", str(shell), SHELL,
     "--size", str(limits.disk), "--tmpfs", FOLDER, "--size", str(limits.disk), "--tmpfs", SCRATCH,
     "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER, "--", *program,
   ]  # fmt: skip
@@ -157,6 +163,10 @@ def _beside_usr() -> list[str]:
     elif path.is_dir():
       found += ["--ro-bind", str(path), str(path)]
   return found
+
+
+def open_shell() -> int:
+  return os.open(shutil.which("bash") or "/bin/bash", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def pipe_of(content: bytes) -> int:
@@ -193,14 +203,15 @@ def _require_program(program: str, package: str) -> None:
 
 
 def _probe(script: str) -> str:
-  seccomp = pipe_of(seccomp_filter())
+  seccomp, shell = pipe_of(seccomp_filter()), open_shell()
   try:
     done = subprocess.run(
-      bubblewrap(["bash", "-c", script], SandboxLimits(), seccomp=seccomp),
-      pass_fds=(seccomp,), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False,
+      bubblewrap([SHELL, "-c", script], SandboxLimits(), seccomp=seccomp, shell=shell),
+      pass_fds=(seccomp, shell), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
   except subprocess.TimeoutExpired:
     return "the probe took longer than 30 s"
   finally:
     os.close(seccomp)
+    os.close(shell)
   return "; ".join((done.stdout + done.stderr).split("\n")).strip("; ") or f"the probe ended with {done.returncode}"

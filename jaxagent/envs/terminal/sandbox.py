@@ -30,6 +30,7 @@ from jaxagent.envs.terminal.confinement import (
   SandboxLimits,
   bubblewrap,
   first_process,
+  open_shell,
   pipe_of,
   require_confinement,
 )
@@ -143,14 +144,14 @@ class Sandbox:
     self._control, control = self._ends(*(end.detach() for end in socket.socketpair()))
     self._output, output = self._ends(*os.pipe())
     self._info, info = self._ends(*os.pipe())
-    seccomp = pipe_of(seccomp_filter())
-    program = bubblewrap(first_process(self.limits), self.limits, seccomp=seccomp, info=info)
+    seccomp, shell = pipe_of(seccomp_filter()), open_shell()
+    program = bubblewrap(first_process(self.limits), self.limits, seccomp=seccomp, shell=shell, info=info)
     try:
       self._process = subprocess.Popen(
-        program, stdin=control, stdout=output, stderr=output, pass_fds=(info, seccomp), cwd="/"
+        program, stdin=control, stdout=output, stderr=output, pass_fds=(info, seccomp, shell), cwd="/"
       )
     finally:
-      for descriptor in (control, output, info, seccomp):
+      for descriptor in (control, output, info, seccomp, shell):
         os.close(descriptor)
     self._monitor = self._own(os.pidfd_open(self._process.pid))
 
