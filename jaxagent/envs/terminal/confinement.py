@@ -40,9 +40,9 @@ class SandboxLimits:
   `output`: that a command prints [counted outside; beyond it the command is killed].
   `wall`: of a command [a clock outside; beyond it the command is killed].
   None at all: core dumps, locked memory, message queues [RLIMIT_CORE, RLIMIT_MEMLOCK, RLIMIT_MSGQUEUE], and what no
-  limit counts, such as memfd and System V memory [seccomp, see `syscalls`]. Short of memory, the kernel ends a sandbox
-  before anything else [oom_score_adj]. Without a cgroup, buffers of sockets and pipes are in no sandbox's sum: the
-  kernel bounds them for all processes of a user.
+  limit counts, such as memfd and System V memory [seccomp, see `syscalls`]. Short of memory, the kernel ends commands
+  before anything else [oom_score_adj, which a command may take back]. Without a cgroup, no sandbox's sum has
+  the buffers of sockets and pipes: the kernel bounds them for all processes of a user.
   """
 
   memory: int = 512 * MIB
