@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxagent.sampling import rules
-from jaxagent.sampling.rules import Rules
+from jaxagent.sampling.rules import NO_ID, Bias, Rules
 
 sample, inverse_cdf, keep = jax.jit(rules.sample), jax.jit(rules.inverse_cdf), jax.jit(rules.keep)
 VOCABULARY = 11
@@ -21,6 +21,20 @@ CASES = {  # temperature, top_k, top_p, min_p
   "top_k and top_p": (1.5, 5, 0.8, 0.0),
   "all": (1.3, 8, 0.9, 0.15),
   "one": (1.0, 1, 1.0, 0.0),
+}
+BIASED = {  # how to sample, logit_bias, allowed
+  "logit_bias": (CASES["plain"], {0: -2.0, 3: 1.5, 8: 3.0}, None),
+  "logit_bias, cold": (CASES["cold"], {2: 0.5, 9: 2.5}, None),
+  "logit_bias that forbids": (CASES["hot"], {0: -np.inf, 10: 5.0}, None),  # 10 stays impossible
+  "logit_bias, then top_k": (CASES["top_k"], {9: 5.0, 1: -1.0}, None),
+  "logit_bias, then top_p": (CASES["top_p"], {7: 2.5, 0: -0.5}, None),
+  "logit_bias, then min_p": (CASES["min_p"], {5: 1.5, 0: -3.0}, None),
+  "logit_bias, then all": (CASES["all"], {4: 1.0, 8: 3.0, 0: -1.0}, None),
+  "allowed": (CASES["plain"], {}, (1, 4, 6, 8, 10)),
+  "allowed, hot": (CASES["hot"], {}, (9, 2, 0)),
+  "allowed, then top_k and top_p": (CASES["top_k and top_p"], {}, (0, 2, 3, 5, 6, 7, 8)),
+  "allowed and logit_bias": (CASES["cold"], {6: 1.5, 3: 9.0}, (1, 4, 6, 8)),
+  "allowed and logit_bias, then all": (CASES["all"], {6: 2.0, 5: 1.0}, (0, 2, 4, 5, 6, 8)),
 }
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88}  # 1 in 1000
 
@@ -43,18 +57,39 @@ def reference(logits, temperature, top_k, top_p, min_p):
   return p, q / q.sum()
 
 
-def broadcast(rows, temperature, top_k, top_p, min_p):
+def broadcast(rows, temperature, top_k, top_p, min_p, bias=None):
   real, whole = (lambda x: jnp.full(rows, x, jnp.float32)), (lambda x: jnp.full(rows, x, jnp.int32))
-  return Rules(real(temperature), whole(top_k), real(top_p), real(min_p))
+  return Rules(real(temperature), whole(top_k), real(top_p), real(min_p), bias)
+
+
+def biases(rows, logit_bias, allowed):
+  """The rows' `Bias`, and what it adds to the logits."""
+  ids = list(logit_bias if allowed is None else allowed)
+  table, added = np.full(8, NO_ID, np.int32), np.zeros(8, np.float32)
+  table[: len(ids)], added[: len(ids)] = ids, [logit_bias.get(i, 0.0) for i in ids]
+  rest = np.float32(0.0 if allowed is None else -np.inf)
+  shift = np.full(VOCABULARY, rest)
+  shift[ids] = added[: len(ids)]
+  return Bias(*(jnp.broadcast_to(x, (rows, *x.shape)) for x in (table, added, rest))), shift
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_frequencies_and_log_probs(case):
-  count = 50_000
+  assert_drawn(CASES[case])
+
+
+@pytest.mark.parametrize("case", BIASED)
+def test_frequencies_and_log_probs_with_bias(case):
+  assert_drawn(*BIASED[case])
+
+
+def assert_drawn(case, logit_bias=None, allowed=None, count=50_000):
+  """Chi-square of the frequencies against the exact distribution; both log-probs and the entropy."""
   logits = jnp.broadcast_to(LOGITS, (count, VOCABULARY))
   uniform = jax.random.uniform(jax.random.key(3), (count,))
-  drawn = jax.tree.map(np.asarray, sample(logits, uniform, broadcast(count, *CASES[case])))
-  p, q = reference(LOGITS, *CASES[case])
+  bias, shift = (None, 0.0) if logit_bias is None else biases(count, logit_bias, allowed)
+  drawn = jax.tree.map(np.asarray, sample(logits, uniform, broadcast(count, *case, bias)))
+  p, q = reference(LOGITS, *case)[0], reference(LOGITS + shift, *case)[1]
   seen = np.bincount(drawn.id, minlength=VOCABULARY)
   assert (seen[q == 0] == 0).all()
   expected = q[q > 0] * count
@@ -112,6 +147,27 @@ def test_temperature_0_is_greedy_with_the_log_probs_of_temperature_1():
   assert int(drawn.id[0]) == 1  # the first of equals
   np.testing.assert_allclose(drawn.logp_rollout, jax.nn.log_softmax(logits)[:, 1], atol=1e-6)
   assert float(drawn.logp_sampled[0]) == 0
+
+
+@pytest.mark.parametrize("logit_bias, allowed, best", [
+  ({6: 4.0}, None, 6), ({0: -np.inf}, None, 1), ({6: 9.0}, (3, 7), 3), ({7: 3.0}, (3, 7), 7), ({10: 50.0}, None, 0),
+])  # fmt: skip
+def test_greedy_takes_the_best_of_the_biased_logits(logit_bias, allowed, best):
+  bias, _ = biases(1, logit_bias, allowed)
+  for truncation in ((0, 1.0, 0.0), (3, 0.5, 0.1)):
+    drawn = sample(jnp.asarray(LOGITS)[None], jnp.array([0.99]), broadcast(1, 0.0, *truncation, bias))
+    assert int(drawn.id[0]) == best and float(drawn.logp_sampled[0]) == 0
+    np.testing.assert_allclose(drawn.logp_rollout[0], jax.nn.log_softmax(LOGITS)[best], atol=1e-6)
+
+
+def test_a_row_without_bias_beside_a_biased_one_is_drawn_as_alone():
+  (bias, _), uniform = biases(2, {3: 2.0}, None), jnp.array([0.4, 0.4])
+  bias = Bias(bias.id.at[0].set(NO_ID), bias.added.at[0].set(0.0), bias.rest)
+  logits = jnp.broadcast_to(LOGITS, (2, VOCABULARY))
+  beside, alone = (sample(logits, uniform, broadcast(2, *CASES["plain"], given)) for given in (bias, None))
+  for name in ("id", "logp_rollout", "logp_sampled", "entropy"):
+    assert getattr(beside, name)[0] == getattr(alone, name)[0]
+  assert beside.logp_sampled[0] == beside.logp_rollout[0] and beside.logp_sampled[1] != beside.logp_rollout[1]
 
 
 @pytest.mark.parametrize("size", (3, 128, 1000))
