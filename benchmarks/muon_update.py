@@ -160,7 +160,7 @@ def in_loops(text: str) -> int:
 
 
 def layout(shapes: dict, axes: dict) -> dict:
-  """[L, in, out] over fsdp x tensor, experts over expert, as `training.sharding` places the decoder's."""
+  """[L, in, out] over fsdp x tensor, experts over expert, as `models.sharding` places the decoder's."""
 
   def spec(name, shape):
     if "expert" in axes:

@@ -19,10 +19,11 @@ from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy
 from jaxagent.models.loading import load
 from jaxagent.models.policy import Policy
+from jaxagent.models.sharding import param_shardings
 from jaxagent.models.tokenizer import byte_tokenizer, load_tokenizer
 from jaxagent.sampling.engine import Engine
 from jaxagent.training.optimizer import make_optimizer
-from jaxagent.training.sharding import check_rows, make_mesh, param_shardings
+from jaxagent.training.sharding import check_rows, make_mesh
 
 ATTENTION = ("attention", "window", "max_prefix")  # of model.shape: what weights do not depend on
 

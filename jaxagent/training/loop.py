@@ -19,6 +19,7 @@ from jaxagent.config import Config, Optimizer
 from jaxagent.envs.base import Tasks
 from jaxagent.methods import Method, Prepared, credit, minibatches, plain, prepare, sft, weigh
 from jaxagent.methods.objective import slot_parameters
+from jaxagent.models.sharding import param_shardings, replicated, shard_params
 from jaxagent.rollout.batch import demonstrations_batch, to_rollouts
 from jaxagent.rollout.collect import collect
 from jaxagent.rollout.episode import Limits
@@ -32,7 +33,6 @@ from jaxagent.training.interrupt import Interrupt, Interrupted
 from jaxagent.training.loss import sampler_gap
 from jaxagent.training.optimizer import make_optimizer
 from jaxagent.training.phases import Phases, out_of_memory_named
-from jaxagent.training.sharding import param_shardings, replicated, shard_params
 from jaxagent.training.step import TrainState, init_state, make_scorer, make_train_step, state_shardings
 from jaxagent.types import Rollouts, TokenBatch, Trajectory, pytree
 

@@ -12,10 +12,11 @@ from jaxtyping import Array, Int
 
 from jaxagent.methods.objective import Method
 from jaxagent.models.policy import Policy, on_mesh
+from jaxagent.models.sharding import RULES, Rules, param_shardings, replicated, shard_params
 from jaxagent.optim import muon_metrics
 from jaxagent.training.loss import Tally, loss
 from jaxagent.training.scoring import Column, score
-from jaxagent.training.sharding import RULES, Rules, batch_sharding, param_shardings, replicated, shard_params
+from jaxagent.training.sharding import batch_sharding
 from jaxagent.types import Scores, TokenBatch, pytree
 
 

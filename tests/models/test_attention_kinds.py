@@ -21,9 +21,10 @@ from jaxagent.models.decoder import Layer, decoder_policy, pattern
 from jaxagent.models.layers import attention, rms_norm, rotation
 from jaxagent.models.loading import config_from_hf, config_to_hf, export, load
 from jaxagent.models.policy import on_mesh
+from jaxagent.models.sharding import shard_params
 from jaxagent.models.tokenizer import byte_tokenizer
 from jaxagent.rollout.truncation import truncate_backprop
-from jaxagent.training.sharding import make_mesh, shard_params
+from jaxagent.training.sharding import make_mesh
 from jaxagent.types import Rollouts
 
 W, ROOM, ROWS, LENGTH = 5, 16, 4, 40

@@ -17,7 +17,8 @@ from jaxagent import config as run_config
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy
 from jaxagent.models.policy import on_mesh
-from jaxagent.training.sharding import BATCH_AXES, make_mesh, param_shardings
+from jaxagent.models.sharding import BATCH_AXES, param_shardings
+from jaxagent.training.sharding import make_mesh
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.prefix_sliding import prefix_sliding_attention, prefix_sliding_decode
 

@@ -4,7 +4,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxagent.config import Mesh
-from jaxagent.training.sharding import check_rows, make_mesh, param_shardings, shard_params
+from jaxagent.models.sharding import param_shardings, shard_params
+from jaxagent.training.sharding import check_rows, make_mesh
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from jaxagent.losses import kl_reverse
 from jaxagent.methods import PRESETS, grpo, plain, prepare, sft
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy
+from jaxagent.models.sharding import param_shardings
 from jaxagent.rollout.packing import pack, unpack
 from jaxagent.training.loss import loss
 from jaxagent.training.optimizer import make_optimizer
-from jaxagent.training.sharding import make_mesh, param_shardings
+from jaxagent.training.sharding import make_mesh
 from jaxagent.training.step import init_state, make_scorer, make_train_step
 
 POLICY = tiny.tiny_policy()
