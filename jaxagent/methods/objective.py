@@ -90,6 +90,8 @@ class Method:
   trackers: tuple[Tracker, ...] = ()
   # for the record only: each returns a number, or numbers by name, from the batch and its `advantage`
   metrics: tuple[tuple[str, Slot], ...] = ()
+  # what the value of each action token is to become, [N, T]; the loop trains a critic on it where a slot reads `value`
+  returns: Slot | None = None
 
   def __post_init__(self):
     o, extra = self.objective, self.columns
@@ -99,7 +101,7 @@ class Method:
     check_once("Objective.columns names", [name for name, _ in o.columns])
     check_once("Method.metrics names", [name for name, _ in self.metrics])
     whole = (*ROLLOUT_COLUMNS, *STAGE_COLUMNS, *extra)
-    for _, slot in self.metrics:
+    for slot in (*(slot for _, slot in self.metrics), *self._returns):
       check_slot(slot, (*ROLLOUT_COLUMNS, "advantage", *extra))
     for slot in (*self.reward, *o.advantage, *o.weight, *o.keep, o.aggregate):
       check_slot(slot, whole)
@@ -122,10 +124,14 @@ class Method:
     A surrogate or a term that reads `logp_old` does not list it: at the first update it is the current log-prob.
     """
     o = self.objective
-    early = (*self.reward, *o.whole, *(slot for _, slot in self.metrics))
+    early = (*self.reward, *o.whole, *(slot for _, slot in self.metrics), *self._returns)
     names = {name for slot in early for name in slot_parameters(slot)}
     late = {name for slot in o.differentiated for name in slot_parameters(slot)} - {"logp_old"}
     return frozenset((names | late) & {*OPTIONAL_PASSES, *SCORE_COLUMNS[1:]})
+
+  @property
+  def _returns(self) -> tuple[Slot, ...]:
+    return () if self.returns is None else (self.returns,)
 
 
 def slot_parameters(slot: Slot) -> dict[str, inspect.Parameter]:

@@ -58,6 +58,13 @@ def credit(method: Method, rollouts: Rollouts) -> tuple[Rollouts, dict[str, Floa
   return dataclasses.replace(rollouts, columns={**rollouts.columns, ADVANTAGE: advantage}), metrics
 
 
+def returns(method: Method, credited: Rollouts) -> Float[Array, "N T"]:
+  """What a critic learns from a `credit`-ed batch: `Method.returns`, 0 where the policy did not sample."""
+  if ADVANTAGE not in credited.columns:
+    raise ValueError("returns takes a batch with shaped rewards; pass it through credit first")
+  return jnp.where(credited.mask, call(method.returns, as_columns(credited)), 0.0)
+
+
 def weigh(method: Method, credited: Rollouts, *, minibatch: Bool[Array, "N"] | None = None) -> Prepared:
   """Keeps and weights of a `credit`-ed batch, then token weights and own columns on the `minibatch`.
 

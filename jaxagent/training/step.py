@@ -100,15 +100,14 @@ def make_train_step(
   shardings = state_shardings(policy, method, tx, shapes, mesh=mesh, rules=rules)
 
   def step(state: TrainState, tokens: TokenBatch, n: int):
-    gradient, tally = _accumulate(policy, method, state, tokens, n, chunk=chunk, shardings=shardings.params)
-    norm = optax.tree.norm(gradient)
-    finite = jnp.isfinite(tally.sums["loss"]) & jnp.isfinite(norm)
-    change, opt_state = tx.update(gradient, state.opt_state, state.params)
-    updated = TrainState(optax.apply_updates(state.params, change), opt_state, state.updates + 1, state.trackers)
-    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-    muon = {f"muon/{name}": x for name, x in muon_metrics(state.opt_state).items()}
-    return state, {**_metrics(tally), **muon, "grad_norm": norm, "nonfinite": 1 - finite.astype(jnp.int32)}
+    of_update = partial(loss, policy, method.objective, chunk=chunk, updates=state.updates)
+    return update(of_update, tx, state, tokens, n, layout=shardings.params)
 
+  return jit_step(step, shardings, mesh)
+
+
+def jit_step(step: Callable, shardings: TrainState, mesh: jax.sharding.Mesh) -> Callable:
+  """`step(state, tokens, n) -> (state, metrics)` jitted: the state donated, placed and returned by its shardings."""
   everywhere = replicated(mesh)
   return jax.jit(
     step,
@@ -116,6 +115,29 @@ def make_train_step(
     in_shardings=(shardings, batch_sharding(mesh), everywhere),
     out_shardings=(shardings, everywhere),
   )
+
+
+def update(
+  loss_of: Callable[..., tuple[Array, Tally]],
+  tx: optax.GradientTransformation,
+  state: TrainState,
+  tokens: TokenBatch,
+  n: int,
+  *,
+  layout: Any,
+) -> tuple[TrainState, dict[str, Array]]:
+  """The state after one step of `tx` on the sum of `loss_of(params, tokens=microbatch)` over n microbatches.
+
+  `layout`: shardings of the gradient. See `make_train_step` for what is not finite.
+  """
+  gradient, tally = _accumulate(loss_of, state.params, tokens, n, layout=layout)
+  norm = optax.tree.norm(gradient)
+  finite = jnp.isfinite(tally.sums["loss"]) & jnp.isfinite(norm)
+  change, opt_state = tx.update(gradient, state.opt_state, state.params)
+  updated = TrainState(optax.apply_updates(state.params, change), opt_state, state.updates + 1, state.trackers)
+  state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+  muon = {f"muon/{name}": x for name, x in muon_metrics(state.opt_state).items()}
+  return state, {**_metrics(tally), **muon, "grad_norm": norm, "nonfinite": 1 - finite.astype(jnp.int32)}
 
 
 def make_scorer(
@@ -135,7 +157,7 @@ def make_scorer(
 
   def scorer(params, tokens: TokenBatch, n: int):
     def body(i, out):
-      scores = score(policy, params, _microbatch(tokens, i), chunk=chunk, columns=columns)
+      scores = score(policy, params, microbatch(tokens, i), chunk=chunk, columns=columns)
       return jax.tree.map(lambda whole, part: whole.at[i].set(part), out, dataclasses.replace(scores, aux={}))
 
     empty = jnp.zeros(tokens.tokens.shape, jnp.float32)
@@ -148,24 +170,24 @@ def make_scorer(
   )
 
 
-def _accumulate(policy, method, state, tokens, n, *, chunk, shardings):
+def _accumulate(loss_of, params, tokens, n, *, layout):
   """Sums of gradients and tallies over microbatches 0..n-1."""
 
   def one(i):
-    value = partial(loss, policy, method.objective, tokens=_microbatch(tokens, i), chunk=chunk, updates=state.updates)
-    gradient, tally = jax.grad(value, has_aux=True)(state.params)
-    return jax.lax.with_sharding_constraint(gradient, shardings), tally
+    gradient, tally = jax.grad(lambda p: loss_of(p, tokens=microbatch(tokens, i)), has_aux=True)(params)
+    return jax.lax.with_sharding_constraint(gradient, layout), tally
 
   def body(i, carry):
     gradient, tally = one(i)
     return jax.tree.map(jnp.add, carry[0], gradient), carry[1] + tally
 
   zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, 0))
-  zero = (jax.lax.with_sharding_constraint(zero[0], shardings), zero[1])
+  zero = (jax.lax.with_sharding_constraint(zero[0], layout), zero[1])
   return jax.lax.fori_loop(0, n, body, zero)
 
 
-def _microbatch(tokens: TokenBatch, i) -> TokenBatch:
+def microbatch(tokens: TokenBatch, i) -> TokenBatch:
+  """The i-th of `[M, B, T]`, i traced."""
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tokens)
 
 
