@@ -77,6 +77,22 @@ class Rollout:
 
 
 @dataclasses.dataclass(frozen=True)
+class Scheduling:
+  name: Literal["uniform", "envsched"] = "uniform"  # envsched: the tasks whose rollouts can teach most
+  rounds: Count = 1  # above 1: sample more tasks, so often at most, until the outcomes of every group differ (DAPO)
+  pool: Count = 1024  # envsched: it chooses among so many tasks
+  discount: Share = 0.98  # envsched: of older evidence, a step
+  lent_share: NonNegative = 0.5  # envsched: of a group that neighbours' evidence counts at most
+  informativeness: Literal["variance", "mixed"] = "variance"  # envsched: E[p(1-p)], or P(outcomes differ)
+  uncertainty: NonNegative = 0.5  # envsched: weight of the deviation of the success rate
+  env_share: Share = 0.5  # envsched: share of being of one kind in the similarity of two tasks
+  neighbours: Count = 16  # envsched: tasks that lend a task evidence
+  quota_ratio: Positive = 1.5  # envsched: of an equal share of each kind in a batch
+  penalty: NonNegative = 0.5  # envsched: for similarity within a batch
+  explore: Decay = 0.05  # envsched: share of uniform draws
+
+
+@dataclasses.dataclass(frozen=True)
 class Sft:
   steps: Natural = 0  # 0: no warm start
   batch: Count = 64  # demonstrations a step
@@ -148,6 +164,7 @@ class Config:
   model: Model = field(default_factory=Model)
   env: Env = field(default_factory=Env)
   rollout: Rollout = field(default_factory=Rollout)
+  scheduling: Scheduling = field(default_factory=Scheduling)
   sft: Sft = field(default_factory=Sft)
   method: MethodSection = field(default_factory=MethodSection)
   optimizer: Optimizer = field(default_factory=Optimizer)

@@ -3,7 +3,8 @@
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import jax
 
@@ -12,6 +13,8 @@ from jaxagent.models.chat import Chat
 from jaxagent.rollout.episode import Limits, run_episode
 from jaxagent.sampling.request import Sampling
 from jaxagent.types import Trajectory
+
+Result = TypeVar("Result")
 
 
 async def collect_async(
@@ -60,7 +63,11 @@ async def collect_async(
 
 def collect(engine, chat: Chat, tasks: Tasks, **arguments) -> list[Trajectory]:
   """`collect_async`, run to its end; also where an event loop is running already (a notebook)."""
-  job = collect_async(engine, chat, tasks, **arguments)
+  return run(collect_async(engine, chat, tasks, **arguments))
+
+
+def run(job: Coroutine[Any, Any, Result]) -> Result:
+  """`asyncio.run`, in another thread where this one has a running loop."""
   try:
     asyncio.get_running_loop()
   except RuntimeError:

@@ -23,6 +23,7 @@ from jaxagent.models.sharding import param_shardings
 from jaxagent.models.tokenizer import byte_tokenizer, load_tokenizer
 from jaxagent.sampling.engine import Engine
 from jaxagent.training.optimizer import make_optimizer
+from jaxagent.training.scheduling import Scheduler, build_scheduler
 from jaxagent.training.sharding import check_rows, make_mesh
 
 ATTENTION = ("attention", "window", "max_prefix")  # of model.shape: what weights do not depend on
@@ -39,6 +40,7 @@ class Parts:
   method: Method
   tx: optax.GradientTransformation
   mesh: jax.sharding.Mesh
+  scheduler: Scheduler
 
 
 def build(
@@ -52,14 +54,16 @@ def build(
   mesh = make_mesh(config.mesh)
   check_rows(config.training.microbatch_rows, mesh)
   policy, params, chat = build_model(config)
+  tasks = env if env is not None else resolve(config.env)
   return Parts(
     policy=policy,
     params=params,
     chat=chat,
-    tasks=env if env is not None else resolve(config.env),
+    tasks=tasks,
     method=method if method is not None else build_method(config),
     tx=tx if tx is not None else build_optimizer(config, policy, params, mesh),
     mesh=mesh,
+    scheduler=build_scheduler(config, tasks),
   )
 
 

@@ -6,7 +6,6 @@ by name and index, so the state after step k is a function of the configuration 
 
 import contextlib
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +15,6 @@ import jax
 import numpy as np
 
 from jaxagent.config import Config, Optimizer
-from jaxagent.envs.base import Tasks
 from jaxagent.methods import Method, Prepared, credit, minibatches, plain, prepare, sft, weigh
 from jaxagent.methods.objective import slot_parameters
 from jaxagent.models.sharding import param_shardings, replicated, shard_params
@@ -33,10 +31,11 @@ from jaxagent.training.interrupt import Interrupt, Interrupted
 from jaxagent.training.loss import sampler_gap
 from jaxagent.training.optimizer import make_optimizer
 from jaxagent.training.phases import Phases, out_of_memory_named
+from jaxagent.training.scheduling import Schedule, mixed
 from jaxagent.training.step import TrainState, init_state, make_scorer, make_train_step, state_shardings
 from jaxagent.types import Rollouts, TokenBatch, Trajectory, pytree
 
-ROLLOUT, MINIBATCH = 1, 2  # streams of the run's key
+ROLLOUT, MINIBATCH, CHOICE = 1, 2, 3  # streams of the run's key
 
 
 @pytree
@@ -45,6 +44,7 @@ class RunState:
 
   train: TrainState
   reference: Any = None
+  schedule: Schedule | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,6 @@ def train(config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool 
     state, start, evaluated = restore(parts, hooks) if resume else warm_start(config, parts, hooks, interrupt)
     engine = build_engine(config, parts, state.train.params, version=start)
     update = Update(config, parts)
-    draws = itertools.islice(batches(parts.tasks, config.rollout.prompts, seed=config.seed), start, None)
     done = start
     try:
       if evaluation_due(config, start) and not evaluated:
@@ -85,7 +84,7 @@ def train(config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool 
         _save(hooks, state, 0, evaluated)
       for step in range(start, config.run.steps):
         with _profiled(hooks, step):
-          state, record = _step(config, parts, hooks, interrupt, engine, update, state, step, next(draws))
+          state, record = _step(config, parts, hooks, interrupt, engine, update, state, step)
         done, evaluated = step + 1, False
         hooks.record({"step": done, "phase": "train", **record})
         interrupt.check()
@@ -153,24 +152,6 @@ def sampling_rules(config: Config) -> Sampling:
 
 def limits(config: Config) -> Limits:
   return Limits(max_turns=config.rollout.max_turns, max_tokens=config.rollout.max_tokens)
-
-
-def batches(tasks: Tasks, prompts: int, *, seed: int) -> Iterator[list[int]]:
-  """Task indices of each step, for ever. A finite set is shuffled anew each epoch; no batch has a task twice."""
-  size = tasks.size("train")
-  if size is None:
-    yield from (list(range(start, start + prompts)) for start in itertools.count(0, prompts))
-    return
-  if size < prompts:
-    raise ValueError(f"the train split has {size} tasks but rollout.prompts is {prompts}; lower rollout.prompts")
-  queue: list[int] = []
-  for epoch in itertools.count():
-    order = np.random.default_rng([seed, epoch]).permutation(size).tolist()
-    left = set(queue)
-    queue += [i for i in order if i not in left] + [i for i in order if i in left]
-    while len(queue) >= prompts:
-      yield queue[:prompts]
-      queue = queue[prompts:]
 
 
 class Update:
@@ -252,13 +233,55 @@ class Update:
     return pack(prepared, row_tokens=t.row_tokens or self.config.rollout.max_tokens, rows=t.microbatch_rows)
 
 
-def _step(config, parts, hooks, interrupt, engine, update, state, step, indices):
+def sampled(
+  config: Config, parts: Parts, engine: Engine, schedule: Schedule, *, key
+) -> tuple[list[Trajectory], Schedule, dict[str, float]]:
+  """The groups of a step, the schedule after them, and metrics.
+
+  With `scheduling.rounds` above 1, groups of equal outcomes make room for those of further tasks, so often at most.
+  """
+  prompts, samples = config.rollout.prompts, config.rollout.samples
+  kept, equal, taken, metrics = [], [], [], {}
+  for attempt in range(config.scheduling.rounds):
+    choice, rollout = (jax.random.fold_in(key, stream) for stream in (CHOICE, ROLLOUT))
+    if attempt:
+      choice, rollout = (jax.random.fold_in(k, attempt) for k in (choice, rollout))
+    indices, schedule, chosen = parts.scheduler.choose(schedule, choice, taken)
+    if not indices:
+      break
+    taken += indices
+    metrics = metrics or chosen
+    trajectories = collect(
+      engine, parts.chat, parts.tasks, split="train", indices=indices, samples=samples,
+      sampling=sampling_rules(config), limits=limits(config), key=rollout,
+    )  # fmt: skip
+    schedule = parts.scheduler.update(schedule, trajectories, engine.version)
+    groups = [[t for t in trajectories if t.group == i] for i in range(len(indices))]
+    for group, differs in zip(groups, mixed(trajectories)):
+      (kept if differs else equal).append(group)
+    if len(kept) >= prompts:
+      break
+  groups = [*kept, *equal]
+  dropped = [t for group in groups[prompts:] for t in group]
+  if config.scheduling.rounds == 1:
+    return trajectories, schedule, metrics
+  metrics |= {
+    "scheduling/rounds": attempt + 1.0,
+    "scheduling/dropped_groups": float(max(len(groups) - prompts, 0)),
+    "scheduling/dropped_tokens": float(sum(sum(t.action) for t in dropped)),
+  }
+  for i, group in enumerate(groups[:prompts]):
+    for t in group:
+      t.rollout += (i - t.group) * samples
+      t.group = i
+  return [t for group in groups[:prompts] for t in group], schedule, metrics
+
+
+def _step(config, parts, hooks, interrupt, engine, update, state, step):
   phases, key = Phases(), jax.random.fold_in(jax.random.key(config.seed), step)
   with phases("rollout"), interrupt.allowed():
-    trajectories = collect(
-      engine, parts.chat, parts.tasks, split="train", indices=indices, samples=config.rollout.samples,
-      sampling=sampling_rules(config), limits=limits(config), key=jax.random.fold_in(key, ROLLOUT),
-    )  # fmt: skip
+    trajectories, schedule, chosen = sampled(config, parts, engine, state.schedule, key=key)
+    state = dataclasses.replace(state, schedule=schedule)
     rollouts = as_batch(config, parts, trajectories)
   if parts.method.annotators:
     with phases("annotate"), interrupt.allowed():
@@ -274,8 +297,9 @@ def _step(config, parts, hooks, interrupt, engine, update, state, step, indices)
   with phases("load"):
     engine.load(state.train.params, version=step + 1)
   seconds = phases.seconds
-  record |= rollout_metrics(rollouts, trajectories)
-  record["tokens_per_second/rollout"] = record["rollouts/sampled_tokens"] / seconds["rollout"]
+  record |= rollout_metrics(rollouts, trajectories) | chosen
+  tokens = record["rollouts/sampled_tokens"] + chosen.get("scheduling/dropped_tokens", 0.0)
+  record["tokens_per_second/rollout"] = tokens / seconds["rollout"]
   record["tokens_per_second/update"] = record["tokens"] / (seconds["update"] + seconds["score"])
   record |= phases.metrics() | {"time/step": sum(seconds.values())}
   if record["logp_gap/max"] > config.tracking.gap_warning:
@@ -338,7 +362,7 @@ def warm_start(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt)
   reference = None
   if "logp_ref" in parts.method.needs:
     reference = shard_params(params, parts.policy.axes, mesh=parts.mesh)
-  return RunState(train, reference), 0, False
+  return RunState(train, reference, parts.scheduler.init()), 0, False
 
 
 def supervise(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) -> Any:
@@ -389,11 +413,12 @@ def abstract_state(parts: Parts) -> RunState:
     lambda p: TrainState(p, parts.tx.init(p), np.zeros((), np.int32), trackers), shapes
   )  # fmt: skip
   train = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), leaves, placed)
+  schedule = parts.scheduler.init()
   if "logp_ref" not in parts.method.needs:
-    return RunState(train)
+    return RunState(train, schedule=schedule)
   where = param_shardings(parts.policy.axes, shapes, mesh=parts.mesh)
   reference = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
-  return RunState(train, reference)
+  return RunState(train, reference, schedule)
 
 
 def restore(parts: Parts, hooks: Hooks) -> tuple[RunState, int, bool]:
