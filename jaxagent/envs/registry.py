@@ -12,13 +12,14 @@ from jaxagent.envs.calculator import Calculator
 from jaxagent.envs.dataset import Dataset
 from jaxagent.envs.importing import attribute
 from jaxagent.envs.reasoning_gym import ReasoningGym
+from jaxagent.envs.search import Search
 from jaxagent.envs.splits import require_split, task_seed
 from jaxagent.envs.team import Team
 from jaxagent.envs.terminal import Terminal
 from jaxagent.envs.workflow import Workflow
 
 ENVIRONMENTS: dict[str, Callable[..., Tasks]] = {
-  "calculator": Calculator, "reasoning_gym": ReasoningGym, "dataset": Dataset,
+  "calculator": Calculator, "reasoning_gym": ReasoningGym, "dataset": Dataset, "search": Search,
   "team": Team, "terminal": Terminal, "workflow": Workflow,
 }  # fmt: skip
 
