@@ -2,6 +2,6 @@
 
 from jaxagent.sampling.engine import Engine
 from jaxagent.sampling.request import Sampling
-from jaxagent.sampling.session import Piece, Session
+from jaxagent.sampling.session import Busy, Piece, Session
 
-__all__ = ["Engine", "Piece", "Sampling", "Session"]
+__all__ = ["Busy", "Engine", "Piece", "Sampling", "Session"]

@@ -15,6 +15,10 @@ from jaxagent.types import Completion
 participants: contextvars.ContextVar = contextvars.ContextVar("participants", default={})  # noqa: B039 (never mutated)
 
 
+class Busy(RuntimeError):
+  """The engine has as many requests in flight as its `max_pending` allows; try again later."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
   """Tokens of a turn that goes on, with the log-probs of the policy (nats). No stop string can take them back."""
@@ -98,7 +102,7 @@ class Session:
     """The next turn. Cancelled, or after `timeout` seconds, it is taken back and the row freed; the session can go on.
 
     Errors: ValueError for a closed session, one that is already sampling, no room left, or a request that the engine
-    cannot serve; RuntimeError where the engine has `max_pending` requests; TimeoutError; FloatingPointError where the
+    cannot serve; Busy where the engine has `max_pending` requests; TimeoutError; FloatingPointError where the
     logits are not finite.
     """
     turn = self._submit(sampling)

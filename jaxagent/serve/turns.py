@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxagent.sampling.engine import Engine, Session
-from jaxagent.sampling.request import Sampling
+from jaxagent.sampling import Busy, Engine, Sampling, Session
 from jaxagent.serve.reading import Answer, Reader, Rules, read_completion
 from jaxagent.serve.schemas import ApiError
 from jaxagent.types import Completion
@@ -81,7 +80,7 @@ def as_api_error(error: Exception) -> Exception:
   """A request that the engine cannot serve is the client's error; one too many is to be sent again."""
   if isinstance(error, ValueError):
     return ApiError(str(error))
-  if type(error) is RuntimeError and "max_pending" in str(error):
+  if isinstance(error, Busy):
     return ApiError(
       f"the model is busy: {error}", code="rate_limit_exceeded", type="rate_limit_error", status=429,
       headers={"Retry-After": str(RETRY_AFTER)},
