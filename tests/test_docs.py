@@ -1,5 +1,6 @@
 """docs/methods.md says of every public function what the code says: names, constants and the columns of presets."""
 
+import asyncio
 import importlib
 import inspect
 import re
@@ -74,3 +75,14 @@ def test_presets_are_as_in_the_code(name):
     assert [x for x in quoted(row["defaults"]) if "=" in x and x.split("=")[1][:1] in "-(0123456789"] == numbers
   assert set(quoted(row["reads"])) == {*made.columns, *(made.needs - {"bootstrap"})}
   assert set(quoted(row["differs from"])) <= set(methods.PRESETS)
+
+
+def test_the_snippets_of_the_engine_run(capsys):
+  text = (Path(__file__).parents[1] / "docs" / "sampling.md").read_text(encoding="utf-8")
+  names = {}
+  for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+    exec(block, names)
+  groups = names["groups"]
+  assert [len(group) for group in groups] == [4, 4] and len(groups[0][2].ids) == len(groups[0][2].logp_rollout)
+  turn, last = asyncio.run(names["episode"](names["engine"]))
+  assert len(turn.ids) <= 8 and len(last.ids) == 8 and capsys.readouterr().out
