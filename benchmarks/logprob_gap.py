@@ -41,7 +41,7 @@ TEMPERATURES = (0.3, 1.0, 2.0)
 GROUP, TURNS, CAPACITY, ROW = 4, 3, 160, 256
 SHAPE = {
   "vocab_size": 64, "width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "qk_norm": True,
-  "init_scale": 0.3,
+  "tied": False, "init_scale": 0.3,
 }  # fmt: skip
 MLPS = {"dense": {"mlp_width": 128}, "moe": {"experts": 8, "experts_per_token": 2, "expert_width": 48}}
 ATTENTION = {
@@ -103,7 +103,7 @@ def trainer_logp(policy, params, rollouts: Rollouts, *, replay: bool = True) -> 
   """The trainer's log-probs [N, T], from packed rows; without `replay` a mixture routes for itself."""
   rollouts = rollouts if replay else dataclasses.replace(rollouts, routing=None)
   batch, plan = pack(plain(rollouts), row_tokens=max(ROW, rollouts.tokens.shape[1]), rows=2)
-  scores = make_scorer(policy, mesh=make_mesh())(params, batch, plan.microbatches)
+  scores = make_scorer(policy, mesh=make_mesh(devices=jax.devices()[:1]))(params, batch, plan.microbatches)
   return unpack(jax.device_get(scores.logp), plan)
 
 

@@ -26,8 +26,14 @@ def model(work: dict, **attention):
     policy, params = decoder_policy(loaded.config), jax.tree.map(jnp.asarray, loaded.params)
   else:
     policy = decoder_policy(DecoderConfig(**work["model"], dtype=work["dtype"], qk_norm=True, **attention))
-    params = jax.jit(policy.init)(jax.random.key(0))
+    params = random(jax.eval_shape(policy.init, jax.random.key(0)))
   return policy, params, sum(x.size for x in jax.tree.leaves(params))
+
+
+def random(shapes):
+  """Values drawn by NumPy, which compiles nothing."""
+  rng = np.random.default_rng(0)
+  return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.02, x.shape), x.dtype), shapes)
 
 
 def batch_way(work: dict) -> tuple[dict, int]:

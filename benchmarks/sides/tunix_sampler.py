@@ -40,16 +40,19 @@ class Words:
 
 
 def model(shape: dict):
-  """Random weights in every array: some are zero as Tunix makes them."""
+  """Weights drawn by NumPy, which compiles nothing, in every array: some are zero as Tunix makes them."""
   config = qwen3.ModelConfig(
     num_layers=shape["layers"], vocab_size=shape["vocab_size"], embed_dim=shape["width"],
     hidden_dim=shape["mlp_width"], num_heads=shape["heads"], head_dim=shape["head_dim"],
     num_kv_heads=shape["kv_heads"], rope_theta=10_000, norm_eps=1e-6, use_tied_embedding=True,
   )  # fmt: skip
-  graph, state = nnx.split(qwen3.Qwen3(config, rngs=nnx.Rngs(0)))
+  graph, state = nnx.split(nnx.eval_shape(lambda: qwen3.Qwen3(config, rngs=nnx.Rngs(0))))
   rng = np.random.default_rng(0)
-  filled = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.asarray(rng.normal(0, 0.02, x.shape), x.dtype), state)
-  return nnx.merge(graph, filled)
+
+  def drawn(x):
+    return jnp.ones(x.shape, x.dtype) if x.ndim == 1 else jnp.asarray(rng.normal(0, 0.02, x.shape), x.dtype)
+
+  return nnx.merge(graph, jax.tree.map(drawn, state))
 
 
 def main() -> None:
