@@ -72,6 +72,17 @@ def empty(config: DecoderConfig, rows: int, capacity: int, *, slack: int = 0) ->
   )
 
 
+def axes(config: DecoderConfig) -> Cache:
+  """A tree like the cache, of tuples of logical axis names."""
+  kinds = config.kinds
+  return Cache(
+    keys=(("rows", "kv_heads", None, None),) * len(kinds),
+    values=(("rows", "kv_heads", None, None),) * len(kinds),
+    position={kind: ("rows", None) for kind in sorted(set(kinds))},
+    kinds=kinds,
+  )
+
+
 def view(
   config: DecoderConfig,
   kind: Attention,

@@ -72,19 +72,28 @@ class FusedAttention(Attention):
 
   def __init__(self, layer: Attention):
     c = self.config = layer.config
-    self.qkv_weight = nnx.Param(jnp.concatenate([layer.q[...], layer.k[...], layer.v[...]], -1).astype(c.dtype))
-    self.o = nnx.Param(layer.o[...].astype(c.dtype))
+    qkv = self._join(layer.q[...], layer.k[...], layer.v[...])
+    self.qkv_weight = nnx.Param(qkv.astype(c.dtype), axes=("embed", "kv_heads"))
+    self.o = nnx.Param(layer.o[...].astype(c.dtype), axes=("heads", "embed"))
     if c.qkv_bias:
-      self.qkv_bias = nnx.Param(jnp.concatenate([layer.q_bias[...], layer.k_bias[...], layer.v_bias[...]]))
+      bias = self._join(layer.q_bias[...], layer.k_bias[...], layer.v_bias[...])
+      self.qkv_bias = nnx.Param(bias, axes=("kv_heads",))
     if c.qk_norm:
-      self.q_norm, self.k_norm = nnx.Param(layer.q_norm[...]), nnx.Param(layer.k_norm[...])
+      self.q_norm, self.k_norm = layer.q_norm, layer.k_norm
+
+  def _join(self, *parts: Float[Array, "*D heads*d"]) -> Float[Array, "*D heads*d"]:
+    """One key head after the other, each with its queries before it, so that devices can split the product by heads."""
+    heads = [x.reshape(*x.shape[:-1], self.config.kv_heads, -1) for x in parts]
+    return jnp.concatenate(heads, -1).reshape(*parts[0].shape[:-1], -1)
 
   def flat_qkv(self, x):
     c = self.config
     y = product("btd,de->bte", x, self.qkv_weight[...], c.dtype)
     if c.qkv_bias:
       y = y + self.qkv_bias[...]
-    return jnp.split(y, (c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim), axis=-1)
+    queries = c.heads // c.kv_heads * c.head_dim
+    heads = jnp.split(y.reshape(*y.shape[:2], c.kv_heads, -1), (queries, queries + c.head_dim), axis=-1)
+    return tuple(part.reshape(*y.shape[:2], -1) for part in heads)
 
 
 class Mlp(nnx.Module):
@@ -109,11 +118,13 @@ class FusedMlp(Mlp):
 
   def __init__(self, mlp: Mlp):
     c = self.config = mlp.config
-    self.gate_and_up = nnx.Param(jnp.concatenate([mlp.gate[...], mlp.up[...]], -1).astype(c.dtype))
-    self.down = nnx.Param(mlp.down[...].astype(c.dtype))
+    both = jnp.stack([mlp.gate[...], mlp.up[...]], axis=1)
+    self.gate_and_up = nnx.Param(both.astype(c.dtype), axes=("embed", None, "mlp"))
+    self.down = nnx.Param(mlp.down[...].astype(c.dtype), axes=("mlp", "embed"))
 
   def gate_up(self, x):
-    return jnp.split(product("btd,df->btf", x, self.gate_and_up[...], self.config.dtype), 2, axis=-1)
+    both = product("btd,dgf->btgf", x, self.gate_and_up[...], self.config.dtype)
+    return both[..., 0, :], both[..., 1, :]
 
 
 class Layer(nnx.Module):
@@ -176,13 +187,27 @@ def init(config: DecoderConfig, key: Array) -> Params:
 
 def axes(config: DecoderConfig) -> Params:
   """A tree like the parameters, of tuples of logical axis names."""
+  trunk = _axis_names(lambda: Trunk(config, nnx.Rngs(0)))
+  return {**trunk, "layers": _axis_names(lambda: _new_layer(config), "layers")}
 
-  def names(build, *leading):
-    state = nnx.state(nnx.eval_shape(build), nnx.Param)
-    leaves = jax.tree.map(lambda p: (*leading, *p.axes), state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return nnx.to_pure_dict(leaves)
 
-  return {**names(lambda: Trunk(config, nnx.Rngs(0))), "layers": names(lambda: _new_layer(config), "layers")}
+def prepared_axes(config: DecoderConfig) -> Params:
+  """A tree like `prepare(params)`, of tuples of logical axis names."""
+  params, layer = axes(config), _axis_names(lambda: fuse(_new_layer(config)))
+  names = {name: params[name] for name in ("embed", "final_norm")}
+  if _separate_head(config):
+    names["head"] = ("embed", "vocab")
+  return {**names, "layers": (layer,) * config.layers}
+
+
+def _axis_names(build: Callable[[], nnx.Module], *leading: str) -> Params:
+  state = nnx.state(nnx.eval_shape(build), nnx.Param)
+  leaves = jax.tree.map(lambda p: (*leading, *p.axes), state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+  return nnx.to_pure_dict(leaves)
+
+
+def _separate_head(config: DecoderConfig) -> bool:
+  return not config.tied or config.dtype != "float32"  # rounded once, not at every step
 
 
 def forward(
@@ -272,7 +297,7 @@ def prepare(config: DecoderConfig, params: Params) -> Params:
   graph = _graph(lambda: _new_layer(config))
   layers = [nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], params["layers"])) for i in range(config.layers)]
   weights = {"embed": params["embed"], "final_norm": params["final_norm"]}
-  if not config.tied or config.dtype != "float32":  # rounded once, not at every step
+  if _separate_head(config):
     weights["head"] = (params["embed"].T if config.tied else params["head"]).astype(config.dtype)
   return {**weights, "layers": tuple(_arrays(fuse(layer)) for layer in layers)}
 
@@ -381,6 +406,8 @@ def decoder_policy(config: DecoderConfig, *, rewind: int = REWIND) -> Policy:
     cache=functools.partial(caches.empty, config, slack=rewind),
     extend=bound(extend),
     axes=axes(config),
+    prepared_axes=prepared_axes(config),
+    cache_axes=caches.axes(config),
     vocab_size=config.vocab_size,
     config=config,
     max_prefix=config.max_prefix or None,

@@ -15,8 +15,8 @@ Cache = Any
 
 @pytree
 class Hidden:
-  """Last hidden states and what layers report: for MoE `routing` [B, T, L, K], in the smallest integer
-  type, and `router_probs` [B, T, L, E]."""
+  """Last hidden states and what layers report: for MoE `routing` [B, T, L, K], in the smallest integer type,
+  `router_probs` [B, T, L, E], and where a record was replayed `live_routing`, what each router would have chosen."""
 
   states: Float[Array, "B T D"]
   aux: dict[str, Array] = dataclasses.field(default_factory=dict)
@@ -40,7 +40,9 @@ class Policy:
   anywhere before), or from position 0, a new sequence.
   `max_prefix`: None, or the longest first prompt of a policy that keeps it while the rest slides: then `extend` takes
   `prefix_length=` int32[B] too, the same at every call for one sequence, as `forward` takes `prefix_end`.
-  `axes`: a tree like `params` of tuples of logical axis names, for the sharding rules.
+  `axes`: a tree like `params` of tuples of logical axis names, for the sharding rules; `prepared_axes` and `cache_axes`
+  are the same of prepared weights and of a cache, whose axis of rows is "rows" (None: the compiler places the weights,
+  and only rows of the cache are split).
   """
 
   init: Callable[[Array], Params]
@@ -51,19 +53,25 @@ class Policy:
   extend: Callable[[Any, Cache, Int[Array, "B t"], Int[Array, "B t"]], tuple[Hidden, Cache]]
   axes: Any
   vocab_size: int
+  prepared_axes: Any = None
+  cache_axes: Any = None
   config: Any = None  # of the built-in decoder: what an export writes
   max_prefix: int | None = None  # tokens
   rewind: int | None = None  # tokens
 
 
 def on_mesh(policy: Policy, mesh: jax.sharding.Mesh) -> Policy:
-  """The policy with a `forward` that knows the mesh it is compiled for, so that kernels are split over it.
+  """The policy with `forward` and `extend` that know the mesh they are compiled for: kernels and experts are split.
 
-  The compiler splits everything else by itself. Rows go over the axes "data" and "fsdp", heads over "tensor".
+  The compiler splits everything else by itself. Rows go over the axes "data" and "fsdp", heads over "tensor", experts
+  over "expert".
   """
 
-  def forward(*arguments, **options):
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return policy.forward(*arguments, **options)
+  def known(run):
+    def on_it(*arguments, **options):
+      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return run(*arguments, **options)
 
-  return dataclasses.replace(policy, forward=forward)
+    return on_it
+
+  return dataclasses.replace(policy, forward=known(policy.forward), extend=known(policy.extend))

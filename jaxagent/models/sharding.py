@@ -1,12 +1,13 @@
 """Where parameters, prepared weights and caches lie: rules from the logical axes of their dimensions to mesh axes."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 BATCH_AXES = ("data", "fsdp")  # rows of a batch are split over both
 
@@ -46,6 +47,78 @@ def shard_params(params: Any, axes: Any, *, mesh: jax.sharding.Mesh, rules: Rule
     return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, sharding, may_alias=False)
 
   return jax.tree.map(copy, params, shardings)
+
+
+def transfer(params: Any, shardings: Any) -> Any:
+  """`params` on the devices of `shardings`, from device to device where one number of devices divides the other.
+
+  Arrays that lie there already, or come from as many devices or fewer, keep how they are split, so that one copy of
+  each part is moved; the next computation splits them as it wants. `jax.device_put` alone would go through the host
+  for every array whose parts differ.
+  """
+
+  def move(x, sharding):
+    source = x.sharding if isinstance(x, jax.Array) else None
+    if not isinstance(source, NamedSharding):
+      return jax.device_put(x, sharding)
+    there, here = source.mesh.devices, sharding.mesh.devices
+    if [*there.flat] == [*here.flat]:
+      return x
+    if here.size % there.size == 0:
+      return jax.device_put(x, _copies(source, here))
+    if there.size % here.size == 0:
+      x = jax.jit(_same, out_shardings=_copies(sharding, there))(x)
+    return jax.device_put(x, sharding)
+
+  return jax.tree.map(move, params, shardings)
+
+
+def _same(x):
+  return x
+
+
+def _copies(sharding: NamedSharding, devices: np.ndarray) -> NamedSharding:
+  """The same parts on other devices, as many copies of each as there are devices more."""
+  mesh = sharding.mesh
+  return NamedSharding(Mesh(devices.reshape(-1, *mesh.devices.shape), ("copy", *mesh.axis_names)), sharding.spec)
+
+
+def rules_on(mesh: Mesh, rules: Rules) -> Rules:
+  """The rules without the axes that the mesh does not have."""
+
+  def known(axis):
+    axes = () if axis is None else (axis,) if isinstance(axis, str) else axis
+    return tuple(a for a in axes if a in mesh.shape)
+
+  return {name: known(axis) for name, axis in rules.items()}
+
+
+def where_they_divide(axes: Any, shapes: Any, *, mesh: Mesh, rules: Rules) -> Any:
+  """A NamedSharding for each array by the rules; a dimension that does not divide over its mesh axes stays whole."""
+
+  def place(leaf, names):
+    over = [tuple(rules[name] or ()) if name is not None else () for name in names]
+    return NamedSharding(mesh, PartitionSpec(*(dividing(mesh, n, axes) for n, axes in zip(leaf.shape, over))))
+
+  return jax.tree.map(place, shapes, axes)
+
+
+def mesh_in_use() -> AbstractMesh | None:
+  """The mesh that `policy.on_mesh` has a policy compiled for; None where there is none, or one device."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh if math.prod(free_axes(mesh).values()) > 1 else None
+
+
+def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+  """Sizes of the axes over which the compiler may split."""
+  return {name: mesh.shape[name] for name, of in zip(mesh.axis_names, mesh.axis_types) if of == AxisType.Auto}
+
+
+def dividing(mesh: Mesh | AbstractMesh, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
+  """Those of `axes` that are free, if together they divide `size`, else none."""
+  free = free_axes(mesh)
+  axes = tuple(axis for axis in axes if axis in free)
+  return axes if size % math.prod(free[axis] for axis in axes) == 0 else ()
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:

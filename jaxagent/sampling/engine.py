@@ -20,15 +20,16 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from jaxagent.models.policy import Policy
+from jaxagent.models.policy import Policy, on_mesh
+from jaxagent.models.sharding import replicated, transfer
 from jaxagent.sampling import calls, programs, rules
 from jaxagent.sampling.calls import Call
 from jaxagent.sampling.request import Sampling
 from jaxagent.sampling.rows import SHARE, Offloaded, Rows
-from jaxagent.sampling.session import Participant, Session, Turn, participants
+from jaxagent.sampling.session import Busy, Participant, Session, Turn, participants
 from jaxagent.types import Completion
 
 
@@ -68,12 +69,14 @@ class Engine:
   Memory: the cache and `policy.prepare(params)`, whose arrays may be those of `params`: after donating these to another
   computation, `load` before sampling again.
 
-  `mesh`: weights that are not on it are replicated over it, and rows are split over its axes "data" and "fsdp" where
-  their sizes divide `slots`. By default the mesh of the parameters.
+  `mesh`: what the engine runs on, by default the mesh of the parameters. Prepared weights lie on it by the trainer's
+  rules, but for "fsdp", over which decoding would gather them in every step: a ValueError names one that does not fit.
+  Rows of the cache are split over "data" and "fsdp", key heads over "tensor", where their numbers divide. The
+  parameters may be on another mesh, also in `load`: see `sharding.transfer`.
   `offload`: sessions whose keys may rest in host memory when others need their rows, at `row_bytes` each; the tokens of
   more are processed again. `prefill_tokens`: about what one prefill call processes; raise it on large accelerators.
   `tokenizer`: anything with `decode(ids) -> str`; needed by stop strings only. `max_pending` bounds the requests in
-  flight; one more is a RuntimeError.
+  flight; one more is `Busy`, a RuntimeError.
   """
 
   def __init__(
@@ -125,20 +128,19 @@ class Engine:
     params = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf), params)
     mesh = mesh or _mesh_of(params)
     axes = programs.row_axes(self.policy, self.capacity)
-    self._params_sharding = jax.tree.map(lambda leaf: _placed(leaf, mesh), params)
     self._described = _description(params)
-    home = jax.tree.leaves(self._params_sharding)[0]
-    cache = jax.tree.map(lambda axis: home if mesh is None else _row_sharding(mesh, axis, self.slots), axes)
-    rest = home if mesh is None else NamedSharding(mesh, PartitionSpec())
-    self._new_cache = jax.jit(functools.partial(self.policy.cache, self.slots, self.capacity), out_shardings=cache)
-    self._prepare = jax.jit(self.policy.prepare)
-    jit = functools.partial(jax.jit, out_shardings=(cache, rest))
-    self._prefill = jit(functools.partial(programs.prefill, self.policy, axes), donate_argnums=1)
-    self._decode = jit(functools.partial(programs.decode, self.policy, axes, self._steps), donate_argnums=1)
+    self._params_sharding, prepared = programs.weight_shardings(self.policy, params, mesh)
+    new_cache = functools.partial(self.policy.cache, self.slots, self.capacity)
+    cache, rest = programs.cache_shardings(self.policy, jax.eval_shape(new_cache), axes, mesh), replicated(mesh)
+    self._new_cache = jax.jit(new_cache, out_shardings=cache)
+    self._prepare = jax.jit(self.policy.prepare, out_shardings=prepared)
+    jit, policy = functools.partial(jax.jit, out_shardings=(cache, rest)), on_mesh(self.policy, mesh)
+    self._prefill = jit(functools.partial(programs.prefill, policy, axes), donate_argnums=1)
+    self._decode = jit(functools.partial(programs.decode, policy, axes, self._steps), donate_argnums=1)
     self._copy = jax.jit(functools.partial(programs.copy, axes), donate_argnums=0, out_shardings=cache)
     self._read = jax.jit(functools.partial(programs.read, axes), out_shardings=rest)
     self._write = jax.jit(functools.partial(programs.write, axes), donate_argnums=0, out_shardings=cache)
-    self._weights = self._prepare(jax.device_put(params, self._params_sharding))
+    self._weights = self._prepare(transfer(params, self._params_sharding))
     self._cache = self._new_cache()
 
   @property
@@ -232,7 +234,7 @@ class Engine:
       raise ValueError(f'on_load must be "recompute" or "keep", got {on_load!r}')
     if _description(params) != self._described:
       raise ValueError("load needs parameters of the engine's tree, shapes and dtypes; build a new engine for others")
-    self._weights = self._prepare(jax.device_put(params, self._params_sharding))
+    self._weights = self._prepare(transfer(params, self._params_sharding))
     self.version = self.version + 1 if version is None else version
     self._rows.epoch += 1
     self._rows.forget()
@@ -318,7 +320,7 @@ class Engine:
         " sampled; end the episode (Session.room says what fits) or raise the capacity"
       )
     if self._max_pending is not None and len(self._turns) >= self._max_pending:
-      raise RuntimeError(
+      raise Busy(
         f"{len(self._turns)} requests are in flight, the engine's max_pending; wait for some to finish, or raise it"
       )
     self._order += 1
@@ -581,18 +583,8 @@ def _description(params) -> tuple:
   return tree, [(np.shape(leaf), np.dtype(leaf.dtype)) for leaf in leaves]
 
 
-def _mesh_of(params) -> jax.sharding.Mesh | None:
-  shardings = (leaf.sharding for leaf in jax.tree.leaves(params))
-  return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
-
-
-def _placed(leaf: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding:
-  if mesh is None or (isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == mesh):
-    return leaf.sharding
-  return NamedSharding(mesh, PartitionSpec())
-
-
-def _row_sharding(mesh: jax.sharding.Mesh, axis: int, slots: int) -> NamedSharding:
-  names = tuple(name for name in ("data", "fsdp") if name in mesh.axis_names)
-  size = int(np.prod([mesh.shape[name] for name in names], initial=1))
-  return NamedSharding(mesh, PartitionSpec(*[None] * axis, names) if names and slots % size == 0 else PartitionSpec())
+def _mesh_of(params) -> Mesh:
+  """That of the parameters, or one of their single device."""
+  leaves = jax.tree.leaves(params)
+  meshes = (leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding))
+  return next(meshes, None) or Mesh(np.array(sorted(leaves[0].devices(), key=lambda d: d.id)), ("data",))

@@ -5,9 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxagent.models.policy import Policy
+from jaxagent.models.sharding import (
+  DECODING_RULES,
+  RULES,
+  param_shardings,
+  replicated,
+  rules_on,
+  where_they_divide,
+)
 from jaxagent.sampling import rules
 from jaxagent.types import pytree
 
@@ -49,6 +58,22 @@ def row_axes(policy: Policy, capacity: int) -> Any:
     return differing[0]
 
   return jax.tree.map(axis, *(jax.eval_shape(functools.partial(policy.cache, rows, capacity)) for rows in (2, 3)))
+
+
+def weight_shardings(policy: Policy, params: Any, mesh: Mesh) -> tuple[Any, Any]:
+  """Of parameters and of the weights prepared from them, on the mesh. A policy that names no axes is replicated."""
+  names = policy.axes or jax.tree.map(lambda leaf: (None,) * leaf.ndim, params)
+  placed = param_shardings(names, params, mesh=mesh, rules=rules_on(mesh, RULES))
+  if policy.prepared_axes is None:
+    return placed, None if policy.axes else replicated(mesh)
+  prepared = jax.eval_shape(policy.prepare, params)
+  return placed, param_shardings(policy.prepared_axes, prepared, mesh=mesh, rules=rules_on(mesh, DECODING_RULES))
+
+
+def cache_shardings(policy: Policy, cache: Any, axes: Any, mesh: Mesh) -> Any:
+  """Of a cache whose axes of rows are `axes`, on the mesh."""
+  names = policy.cache_axes or jax.tree.map(lambda axis: (None,) * axis + ("rows",), axes)
+  return where_they_divide(names, cache, mesh=mesh, rules=rules_on(mesh, DECODING_RULES))
 
 
 def prefill(policy: Policy, axes, weights, cache, row: Int[Array, "R"] | None, tokens, position, prefix_length):

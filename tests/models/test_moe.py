@@ -159,7 +159,7 @@ def test_the_fused_layout_is_the_same_mixture():
   fused, fused_aux = jax.jit(lambda x: FusedMoe(moe)(x))(x)
   np.testing.assert_allclose(fused, y, atol=1e-6)
   np.testing.assert_array_equal(fused_aux["routing"], aux["routing"])
-  assert aux["routing"].dtype == jnp.int16 and aux["routing"].shape == (2, 4, 3)
+  assert aux["routing"].dtype == jnp.int8 and aux["routing"].shape == (2, 4, 3)
   assert aux["router_probs"].dtype == jnp.float32 and aux["router_probs"].shape == (2, 4, 6)
 
 
