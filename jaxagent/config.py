@@ -122,6 +122,21 @@ class Optimizer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Critic:
+  init: Literal["policy", "fresh"] | None = None  # its trunk: a copy of the first policy's, or random; null: no critic
+  init_from: str | None = None  # a finished run with a critic: its newest values instead
+  learning_rate_multiple: Positive = 10.0  # of optimizer.learning_rate
+  optimizer: dict[str, Any] = field(default_factory=dict)  # keys of `optimizer` in which the critic's chain differs
+  epochs: Count = 1  # its passes over each batch of rollouts
+  minibatches: Count = 1  # its updates a pass
+  value_clip: Positive | None = 0.2  # in units of reward, around the values before the update; null: no clip
+  warmup_steps: Natural = 0  # first steps, in which the critic makes `warmup_epochs` passes
+  warmup_epochs: Count = 1
+  warmup_freezes_policy: bool = True  # in those steps only the critic is updated
+  bootstrap_truncated: bool = False  # a rollout that was cut off is worth its last state's value in addition
+
+
+@dataclasses.dataclass(frozen=True)
 class Training:
   epochs: Count = 1  # passes over each batch of rollouts
   minibatches: Count = 1  # optimizer updates a pass
@@ -168,6 +183,7 @@ class Config:
   sft: Sft = field(default_factory=Sft)
   method: MethodSection = field(default_factory=MethodSection)
   optimizer: Optimizer = field(default_factory=Optimizer)
+  critic: Critic = field(default_factory=Critic)
   training: Training = field(default_factory=Training)
   evaluation: Evaluation = field(default_factory=Evaluation)
   mesh: Mesh = field(default_factory=Mesh)
@@ -481,7 +497,39 @@ def _relations(c: Config) -> list[tuple[bool, str]]:
       row is None or row >= episode,
       f"training.row_tokens must be at least rollout.max_tokens = {episode}, or null, got {row}",
     ),
+    (
+      rollouts % c.critic.minibatches == 0,
+      f"critic.minibatches must divide rollout.prompts * rollout.samples = {rollouts}, got {c.critic.minibatches}",
+    ),
+    (
+      not c.critic.warmup_steps or c.critic.warmup_freezes_policy or c.critic.warmup_epochs != c.critic.epochs,
+      f"critic.warmup_steps {c.critic.warmup_steps} changes nothing: freeze the policy, or set critic.warmup_epochs to"
+      " other than critic.epochs",
+    ),
+    *_critic_options(c),
     (0 not in axes, f"mesh sizes must be at least 1, or -1 for the devices that are left, got {axes}"),
     (axes.count(-1) <= 1, f"only one mesh size can be -1 (the devices that are left), got {axes}"),
     (all(c.rollout.stop), "rollout.stop must hold no empty string: every text contains it"),
   ]
+
+
+def _critic_options(c: Config) -> list[tuple[bool, str]]:
+  """The same for what critic.optimizer changes of the section optimizer."""
+  hints, found = {k.removeprefix("optimizer."): h for k, h in _KEYS.items() if k.startswith("optimizer.")}, []
+  for key, value in c.critic.optimizer.items():
+    if key == "learning_rate":
+      found.append((False, "critic.optimizer.learning_rate is not a key; set critic.learning_rate_multiple"))
+    elif key not in hints:
+      found.append((False, f"critic.optimizer.{key} is not a key of the section optimizer: {', '.join(hints)}"))
+    else:
+      wanted = f"critic.optimizer.{key} must be {_wanted(hints[key])}, got {_shown(value)}"
+      found.append((_fits(hints[key], value), wanted))
+  return found
+
+
+def _fits(hint: Any, value: Any) -> bool:
+  try:
+    pydantic.TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+  except pydantic.ValidationError:
+    return False
+  return True

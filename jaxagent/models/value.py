@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxagent.models import policy as policies
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.policy import Hidden, Params, Policy
 
@@ -17,7 +18,8 @@ class ValueModel:
   """`init(key) -> params`: a random trunk, and a head of zeros, so that every value begins at 0.
 
   `forward`: as a policy's. `head(params, states [..., D]) -> values [...]` in float32, in units of reward.
-  `adopt(policy_params) -> params`: the policy's own trunk under a head of zeros. `axes`: as a policy's.
+  `adopt(policy_params) -> params`: the policy's own trunk under a head of zeros. `axes`: as a policy's. `policy`: that
+  whose trunk it has.
   """
 
   init: Callable[[Array], Params]
@@ -25,6 +27,12 @@ class ValueModel:
   head: Callable[[Params, Array], Float[Array, "..."]]
   adopt: Callable[[Params], Params]
   axes: Any
+  policy: Policy
+
+
+def on_mesh(model: ValueModel, mesh: jax.sharding.Mesh) -> ValueModel:
+  """See `models.policy.on_mesh`."""
+  return value_model(policies.on_mesh(model.policy, mesh))
 
 
 def value_model(policy: Policy) -> ValueModel:
@@ -52,6 +60,7 @@ def value_model(policy: Policy) -> ValueModel:
     head=head,
     adopt=adopt,
     axes={"trunk": trunk(policy.axes), "value_head": ("embed", None)},
+    policy=policy,
   )
 
 

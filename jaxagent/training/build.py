@@ -21,7 +21,9 @@ from jaxagent.models.loading import load
 from jaxagent.models.policy import Policy
 from jaxagent.models.sharding import param_shardings
 from jaxagent.models.tokenizer import byte_tokenizer, load_tokenizer
+from jaxagent.models.value import value_model
 from jaxagent.sampling.engine import Engine
+from jaxagent.training.critic import Critic, frozen, passes
 from jaxagent.training.optimizer import make_optimizer
 from jaxagent.training.scheduling import Scheduler, build_scheduler
 from jaxagent.training.sharding import check_rows, make_mesh
@@ -41,6 +43,7 @@ class Parts:
   tx: optax.GradientTransformation
   mesh: jax.sharding.Mesh
   scheduler: Scheduler
+  critic: Critic | None = None
 
 
 def build(
@@ -49,6 +52,7 @@ def build(
   method: Method | None = None,
   env: Tasks | None = None,
   tx: optax.GradientTransformation | None = None,
+  critic_tx: optax.GradientTransformation | None = None,
 ) -> Parts:
   """Everything the config names; an argument replaces its section. ValueErrors say which key to change."""
   mesh = make_mesh(config.mesh)
@@ -64,6 +68,7 @@ def build(
     tx=tx if tx is not None else build_optimizer(config, policy, params, mesh),
     mesh=mesh,
     scheduler=build_scheduler(config, tasks),
+    critic=build_critic(config, policy, mesh, critic_tx),
   )
 
 
@@ -138,6 +143,24 @@ def build_optimizer(
   return make_optimizer(config.optimizer, updates=total_updates(config), mesh=mesh, layout=layout)
 
 
+def build_critic(
+  config: Config, policy: Policy, mesh: jax.sharding.Mesh, tx: optax.GradientTransformation | None = None
+) -> Critic | None:
+  """The critic that the config names, if it names one; without `tx` its chain is the policy's with its own options."""
+  c = config.critic
+  if c.init is None:
+    if tx is not None:
+      raise ValueError("critic_tx is given, but the config has no critic; set critic.init to policy or fresh")
+    return None
+  model = value_model(policy)
+  if tx is None:
+    rate = c.learning_rate_multiple * config.optimizer.learning_rate
+    section = dataclasses.replace(config.optimizer, **{**c.optimizer, "learning_rate": rate})
+    layout = param_shardings(model.axes, jax.eval_shape(model.init, jax.random.key(0)), mesh=mesh)
+    tx = make_optimizer(section, updates=critic_updates(config), mesh=mesh, layout=layout)
+  return Critic(model, tx)
+
+
 def build_engine(config: Config, parts: Parts, params: Any, *, version: int = 0) -> Engine:
   return Engine(
     parts.policy,
@@ -156,6 +179,10 @@ def updates_per_step(config: Config) -> int:
 
 
 def total_updates(config: Config) -> int:
-  return config.run.steps * updates_per_step(config)
+  return sum(not frozen(config, step) for step in range(config.run.steps)) * updates_per_step(config)
+
+
+def critic_updates(config: Config) -> int:
+  return sum(passes(config, step) for step in range(config.run.steps)) * config.critic.minibatches
 
 

@@ -300,7 +300,16 @@ def _checked_record(folder: epath.Path, step: int, named: dict[str, Any], head: 
   return record
 
 
+def _parts(names) -> set[str]:
+  return {name.split("/")[0] for name in names if "/" in name}
+
+
 def _check_same(saved: dict[str, dict], wanted: dict[str, dict], where: str) -> None:
+  for parts, what in ((_parts(wanted) - _parts(saved), "no"), (_parts(saved) - _parts(wanted), "a")):
+    if parts:
+      other = "which this config asks for" if what == "no" else "for which this config has no use"
+      way = "resume with the run's own config, or begin a new run"
+      raise ValueError(f"{where} has {what} {min(parts)}, {other}; {way}")
   for names, what in ((wanted.keys() - saved.keys(), "lacks"), (saved.keys() - wanted.keys(), "has an unexpected")):
     if names:
       more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""

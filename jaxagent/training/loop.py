@@ -7,35 +7,40 @@ by name and index, so the state after step k is a function of the configuration 
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxagent.config import Config, Optimizer
-from jaxagent.methods import Method, Prepared, credit, minibatches, plain, prepare, sft, weigh
+from jaxagent.methods import Method, credit, plain, prepare, sft, weigh
 from jaxagent.methods.objective import slot_parameters
-from jaxagent.models.sharding import param_shardings, replicated, shard_params
+from jaxagent.models.policy import Policy
+from jaxagent.models.sharding import replicated, shard_params
+from jaxagent.models.value import ValueModel
 from jaxagent.rollout.batch import demonstrations_batch, to_rollouts
 from jaxagent.rollout.collect import collect
 from jaxagent.rollout.episode import Limits
-from jaxagent.rollout.packing import PackPlan, pack, unpack
+from jaxagent.rollout.packing import unpack
 from jaxagent.rollout.truncation import truncate_backprop
 from jaxagent.sampling.engine import Engine
 from jaxagent.sampling.request import Sampling
 from jaxagent.training.annotate import Tools, annotate, with_columns
 from jaxagent.training.build import Parts, build_engine, updates_per_step
+from jaxagent.training.critic import WITHOUT_MEMORY, Fit, begin, check_critic, frozen
 from jaxagent.training.interrupt import Interrupt, Interrupted
 from jaxagent.training.loss import sampler_gap
+from jaxagent.training.minibatches import packed, subsets
 from jaxagent.training.optimizer import make_optimizer
 from jaxagent.training.phases import Phases, out_of_memory_named
 from jaxagent.training.scheduling import Schedule, mixed
 from jaxagent.training.step import TrainState, init_state, make_scorer, make_train_step, state_shardings
-from jaxagent.types import Rollouts, TokenBatch, Trajectory, pytree
+from jaxagent.types import Rollouts, Trajectory, pytree
 
-ROLLOUT, MINIBATCH, CHOICE = 1, 2, 3  # streams of the run's key
+ROLLOUT, MINIBATCH, CHOICE, CRITIC = 1, 2, 3, 4  # streams of the run's key
 
 
 @pytree
@@ -45,6 +50,7 @@ class RunState:
   train: TrainState
   reference: Any = None
   schedule: Schedule | None = None
+  critic: TrainState | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +110,10 @@ def train(config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool 
 
 def check_method(config: Config, parts: Parts) -> None:
   """What a method cannot do under this config, before anything runs."""
+  check_critic(config, parts.method, parts.critic)
   provided = {"logp_old", "logp_ref", "entropy", "version", *parts.method.columns}
+  if parts.critic is not None:
+    provided |= {"value", "bootstrap"}
   if parts.policy.config is not None and getattr(parts.policy.config, "experts", 0):
     provided |= {"routing", "router_probs", "experts"}
   if absent := sorted(parts.method.needs - provided):
@@ -163,6 +172,7 @@ class Update:
     self.step = make_train_step(parts.policy, parts.method, parts.tx, mesh=parts.mesh, chunk=chunk)
     self.scorer = make_scorer(parts.policy, mesh=parts.mesh, chunk=chunk)
     self.truncate = truncation(config, parts)
+    self.fit = None if parts.critic is None else Fit(config, parts.method, parts.critic, parts.mesh)
     self.credit = jax.jit(lambda rollouts: credit(parts.method, rollouts))
     self.weigh = jax.jit(lambda credited, subset: weigh(parts.method, credited, minibatch=subset))
     self.track = jax.jit(self._track, out_shardings=(replicated(parts.mesh), None))
@@ -176,37 +186,63 @@ class Update:
     credit(self.parts.method, rollouts)  # concrete: values are checked here
     return self.credit(rollouts)
 
-  def __call__(self, state: RunState, rollouts: Rollouts, *, key, phases: Phases) -> tuple[RunState, dict[str, Any]]:
-    """All updates on one batch; the metrics are means over them, the sampler's gap is that before the first."""
+  def __call__(
+    self, state: RunState, rollouts: Rollouts, *, key, phases: Phases, step: int = 0
+  ) -> tuple[RunState, dict[str, Any]]:
+    """All updates on one batch: the policy's, then the critic's. `key` and `step` are those of the step."""
     if self.parts.method.trackers:
       self._track(state.train.trackers, rollouts)  # concrete: values are checked here
       trackers, columns = self.track(state.train.trackers, rollouts)
       state = dataclasses.replace(state, train=dataclasses.replace(state.train, trackers=trackers))
       rollouts = with_columns(rollouts, jax.device_get(columns))
     with phases("score"):
+      if self.fit is not None:
+        rollouts = self.fit.valued(state.critic, rollouts)
       if self.truncate is None:
-        credited, own = self.credited(self.scored(state, rollouts))
-      else:  # advantages need whole rollouts, log-probs what is left of them
-        credited, own = jax.device_get(self.credited(rollouts))
-        credited = self.scored(state, self.truncate(credited))
+        whole, own = self.credited(self.scored(state, rollouts))
+        credited = whole
+      else:  # advantages and values need whole rollouts, log-probs what is left of them
+        whole, own = jax.device_get(self.credited(rollouts))
+        credited = self.scored(state, self.truncate(whole))
       weigh(self.parts.method, credited)  # concrete: values are checked here
-    train, records = state.train, []
     with phases("update"):
-      for subset in self.subsets(credited, key):
-        batch, plan = self.pack(self.weigh(credited, subset))
-        train, metrics = self.step(train, batch, plan.microbatches)
-        records.append({**jax.device_get(metrics), "packing/efficiency": plan.efficiency})
-        if records[-1]["nonfinite"]:
-          break
+      if frozen(self.config, step):
+        train, record = state.train, self.observed(state, credited)
+      else:
+        train, record = self.updated(state.train, credited, jax.random.fold_in(key, MINIBATCH))
+    state = dataclasses.replace(state, train=train)
+    if self.fit is not None and not record["nonfinite"]:
+      with phases("critic"):
+        critic, measured = self.fit(state.critic, whole, key=jax.random.fold_in(key, CRITIC), step=step)
+      state = dataclasses.replace(state, critic=critic)
+      record |= measured | {"nonfinite": measured["critic/nonfinite"]}
+    return state, {**record, **{f"method/{name}": float(x) for name, x in own.items()}}
+
+  def updated(self, train: TrainState, credited: Rollouts, key) -> tuple[TrainState, dict[str, float]]:
+    """The policy's updates; the metrics are means over them, the sampler's gap is that before the first."""
+    t, records = self.config.training, []
+    for subset in subsets(credited, epochs=t.epochs, count=t.minibatches, key=key):
+      batch, plan = packed(self.config, self.weigh(credited, subset))
+      train, metrics = self.step(train, batch, plan.microbatches)
+      records.append({**jax.device_get(metrics), "packing/efficiency": plan.efficiency})
+      if records[-1]["nonfinite"]:
+        break
     record = {k: float(np.mean([r[k] for r in records])) for k in records[0]}
     record["tokens"] = float(np.sum([r["tokens"] for r in records]))
     record["nonfinite"] = float(np.max([r["nonfinite"] for r in records]))
     first = {k: float(records[0][k]) for k in ("kl/rollout_train", "logp_gap/mean", "logp_gap/max")}
-    if credited.logp_old is not None:
-      mask = credited.mask & credited.valid[:, None]
-      first = {k: float(v) for k, v in sampler_gap(credited.logp_old, credited.logp_rollout, mask).items()}
-    own = {f"method/{name}": float(x) for name, x in own.items()}
-    return dataclasses.replace(state, train=train), {**record, **first, **own}
+    return train, {**record, **(first if credited.logp_old is None else self.gap(credited))}
+
+  def observed(self, state: RunState, credited: Rollouts) -> dict[str, float]:
+    """What is measured of a policy that stands still."""
+    if credited.logp_old is None:
+      credited = dataclasses.replace(credited, logp_old=self.score(state.train.params, credited))
+    tokens = float(np.sum(credited.mask & credited.valid[:, None]))
+    return {"tokens": tokens, "nonfinite": 0.0, **self.gap(credited)}
+
+  def gap(self, credited: Rollouts) -> dict[str, float]:
+    mask = credited.mask & credited.valid[:, None]
+    return {k: float(v) for k, v in sampler_gap(credited.logp_old, credited.logp_rollout, mask).items()}
 
   def scored(self, state: RunState, rollouts: Rollouts) -> Rollouts:
     """With the log-probs that the method's objective reads before the update."""
@@ -218,19 +254,10 @@ class Update:
       rollouts = dataclasses.replace(rollouts, logp_ref=self.score(state.reference, rollouts, replay=False))
     return rollouts
 
-  def subsets(self, rollouts: Rollouts, key) -> Iterator[Any]:
-    """Logical rollouts of each update: `minibatches` disjoint parts in each of `epochs` passes; None is all of them."""
-    count = self.config.training.minibatches
-    for epoch in range(self.config.training.epochs):
-      yield from [None] if count == 1 else minibatches(rollouts, count, key=jax.random.fold_in(key, epoch))
 
   def score(self, params: Any, rollouts: Rollouts, *, replay: bool = True) -> np.ndarray:
-    batch, plan = self.pack(plain(rollouts if replay else dataclasses.replace(rollouts, routing=None)))
+    batch, plan = packed(self.config, plain(rollouts if replay else dataclasses.replace(rollouts, routing=None)))
     return unpack(jax.device_get(self.scorer(params, batch, plan.microbatches).logp), plan)
-
-  def pack(self, prepared: Prepared) -> tuple[TokenBatch, PackPlan]:
-    t = self.config.training
-    return pack(prepared, row_tokens=t.row_tokens or self.config.rollout.max_tokens, rows=t.microbatch_rows)
 
 
 def sampled(
@@ -288,11 +315,11 @@ def _step(config, parts, hooks, interrupt, engine, update, state, step):
       columns = annotate(parts.method.annotators, trajectories, Tools(parts.chat, engine), rollouts)
       rollouts = with_columns(rollouts, columns)
   hooks.rollouts(step + 1, rollouts, trajectories)
-  state, record = update(state, rollouts, key=jax.random.fold_in(key, MINIBATCH), phases=phases)
+  state, record = update(state, rollouts, key=key, phases=phases, step=step)
   if record["nonfinite"]:
-    kept = hooks.dump(step + 1, rollouts, trajectories)
+    kept, whose = hooks.dump(step + 1, rollouts, trajectories), "the critic's " if "critic/nonfinite" in record else ""
     raise NonFinite(
-      f"step {step + 1}: loss or gradient is not finite, the update was not applied; the batch is kept in {kept}"
+      f"step {step + 1}: {whose}loss or gradient is not finite, the update was not applied; the batch is kept in {kept}"
     )
   with phases("load"):
     engine.load(state.train.params, version=step + 1)
@@ -362,7 +389,8 @@ def warm_start(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt)
   reference = None
   if "logp_ref" in parts.method.needs:
     reference = shard_params(params, parts.policy.axes, mesh=parts.mesh)
-  return RunState(train, reference, parts.scheduler.init()), 0, False
+  critic = None if parts.critic is None else begin(config, parts.critic, params, mesh=parts.mesh)
+  return RunState(train, reference, parts.scheduler.init(), critic), 0, False
 
 
 def supervise(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) -> Any:
@@ -381,11 +409,7 @@ def supervise(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) 
       indices = range(step * c.batch, (step + 1) * c.batch)
       sizes = {"tokens": config.rollout.max_tokens, "turns": config.rollout.max_turns}
       rollouts = demonstrations_batch(parts.tasks, parts.chat, indices, **sizes)
-      batch, plan = pack(
-        run(rollouts),
-        row_tokens=config.training.row_tokens or config.rollout.max_tokens,
-        rows=config.training.microbatch_rows,
-      )
+      batch, plan = packed(config, run(rollouts))
       state, metrics = step_fn(state, batch, plan.microbatches)
       metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
     if metrics["nonfinite"]:
@@ -406,19 +430,18 @@ def supervise(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) 
 
 def abstract_state(parts: Parts) -> RunState:
   """Shapes and shardings of the state: the target of a restore."""
-  shapes = jax.eval_shape(parts.policy.init, jax.random.key(0))
-  placed = state_shardings(parts.policy, parts.method, parts.tx, shapes, mesh=parts.mesh)
-  trackers = tuple(t.init() for t in parts.method.trackers)
-  leaves = jax.eval_shape(
-    lambda p: TrainState(p, parts.tx.init(p), np.zeros((), np.int32), trackers), shapes
-  )  # fmt: skip
-  train = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), leaves, placed)
-  schedule = parts.scheduler.init()
-  if "logp_ref" not in parts.method.needs:
-    return RunState(train, schedule=schedule)
-  where = param_shardings(parts.policy.axes, shapes, mesh=parts.mesh)
-  reference = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
-  return RunState(train, reference, schedule)
+  train = abstract_train(parts.policy, parts.method, parts.tx, parts.mesh)
+  reference = train.params if "logp_ref" in parts.method.needs else None
+  critic = parts.critic and abstract_train(parts.critic.model, WITHOUT_MEMORY, parts.critic.tx, parts.mesh)
+  return RunState(train, reference, parts.scheduler.init(), critic)
+
+
+def abstract_train(policy: Policy | ValueModel, method: Method, tx: optax.GradientTransformation, mesh) -> TrainState:
+  shapes = jax.eval_shape(policy.init, jax.random.key(0))
+  placed = state_shardings(policy, method, tx, shapes, mesh=mesh)
+  trackers = tuple(t.init() for t in method.trackers)
+  leaves = jax.eval_shape(lambda p: TrainState(p, tx.init(p), np.zeros((), np.int32), trackers), shapes)
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), leaves, placed)
 
 
 def restore(parts: Parts, hooks: Hooks) -> tuple[RunState, int, bool]:

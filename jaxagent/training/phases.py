@@ -9,6 +9,7 @@ KNOBS = {
   "eval": "rollout.slots or rollout.max_tokens",
   "score": "training.microbatch_rows or training.logprob_chunk",
   "update": "training.microbatch_rows or training.logprob_chunk, or set model.remat: true",
+  "critic": "training.microbatch_rows, or set model.remat: true",
   "sft": "training.microbatch_rows or training.logprob_chunk, or set model.remat: true",
   "checkpoint": "run.checkpoint_keep",
 }
