@@ -45,19 +45,20 @@ def train(
   method: Method | None = None,
   env: Tasks | None = None,
   tx: optax.GradientTransformation | None = None,
+  critic_tx: optax.GradientTransformation | None = None,
   name: str = "run",
   resume: bool = False,
   profile: int | None = None,
 ) -> loop.RunState:
   """Trains by `config` into its run folder and returns the final state.
 
-  `method`, `env` and `tx` (any Optax chain) replace the sections of the config. The folder is `config.run.dir`, by
+  `method`, `env`, `tx` and `critic_tx` (any Optax chain) replace the sections of the config. The folder is `config.run.dir`, by
   default `runs/<name>-<n>`; an explicit one that holds a run is a ValueError unless `resume`, and so is one that
   another process is in. SIGINT and SIGTERM save, then raise KeyboardInterrupt. `profile`: the step to trace.
   """
   set_compilation_cache(config)
   folder = existing(config, name) if resume else fresh(config, name)  # before the model is built
-  parts = from_run(config, build(config, method=method, env=env, tx=tx))
+  parts = from_run(config, build(config, method=method, env=env, tx=tx, critic_tx=critic_tx))
   folder = folder if resume else claim(config, name)
   with contextlib.ExitStack() as stack:
     stack.enter_context(alone(folder))
@@ -188,18 +189,24 @@ def read_run(path: str, step: int | None = None) -> tuple[Config, Parts, Any, in
   return config, parts, params, step
 
 
-def read_params(folder: epath.Path, target: Any, step: int | None = None) -> tuple[Any, int]:
+def read_params(
+  folder: epath.Path, target: Any, step: int | None = None, *, prefix: str = "train/params"
+) -> tuple[Any, int]:
   with Checkpointer(folder / "checkpoints", warn=display.warn) as checkpointer:
-    restored = checkpointer.restore(target, step=step, prefix="train/params")
+    restored = checkpointer.restore(target, step=step, prefix=prefix)
   return restored.state, restored.step
 
 
 def from_run(config: Config, parts: Parts) -> Parts:
-  """`parts` with the newest parameters of `run.init_from`, if that is set."""
-  if config.run.init_from is None:
-    return parts
-  params, _ = read_params(run_folder(config.run.init_from), loop.abstract_state(parts).train.params)
-  return dataclasses.replace(parts, params=params)
+  """`parts` with the newest parameters of `run.init_from`, and of `critic.init_from`, where they are set."""
+  if config.run.init_from is not None:
+    params, _ = read_params(run_folder(config.run.init_from), loop.abstract_state(parts).train.params)
+    parts = dataclasses.replace(parts, params=params)
+  if parts.critic is not None and config.critic.init_from is not None:
+    target = loop.abstract_state(parts).critic.params
+    params, _ = read_params(run_folder(config.critic.init_from), target, prefix="critic/params")
+    parts = dataclasses.replace(parts, critic=dataclasses.replace(parts.critic, params=params))
+  return parts
 
 
 # what the loop tells the outside
