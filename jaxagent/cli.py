@@ -1,4 +1,4 @@
-"""The command line: `jaxagent train | eval | sample | serve | config | export | rollouts`."""
+"""The command line, one subcommand for each function of `jaxagent.run`."""
 
 import argparse
 import re
@@ -15,6 +15,15 @@ Train by a configuration. Any of its keys can be set on the command line: --roll
 SERVE = """\
 Answer OpenAI-compatible HTTP requests: /v1/chat/completions, /v1/completions, /v1/models, and /health.
 A request can bring token ids (prompt, prompt_token_ids) and ask for them (return_token_ids)."""
+
+REFERENCE_STATS = """\
+Sample the configuration's model on its training tasks, with thinking and without, and write each task's accuracy and
+mean number of tokens to a file: what the environment hybrid_reasoning reads as `reference`. Keys of the configuration
+can be set as in train."""
+
+PLAN = """\
+Compiles the train step, the scorer, prefill and decode for a topology by its own compiler; nothing is allocated or run.
+Prints whether each fits a device's memory, what fills it, the collectives, and bounds on the time from below."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,6 +71,12 @@ def parser() -> argparse.ArgumentParser:
     help="how the model writes tool calls (default: a run's own, else hermes)",
   )  # fmt: skip
 
+  stats = command("reference-stats", "what the model does with each task, for hybrid_reasoning", REFERENCE_STATS)
+  stats.add_argument("config", help="a YAML file whose environment is hybrid_reasoning")
+  stats.add_argument("--tasks", type=int, help="training tasks (default: all)")
+  stats.add_argument("--samples", type=int, default=16, help="of each task in each mode")
+  stats.add_argument("--output", metavar="FILE", help="default: env.options.reference; must not exist")
+
   config = command("config", "print the resolved configuration")
   config.add_argument("config", nargs="?", help="a YAML file (default: the built-in defaults)")
   config.add_argument("--keys", action="store_true", help="list every key with its type, default and meaning")
@@ -92,13 +107,13 @@ def joined(words: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command; a mistake of the user's is one line on stderr and exit code 2."""
   args, rest = parser().parse_known_args(joined(sys.argv[1:] if argv is None else argv))
-  takes_overrides = args.command in ("train", "config", "eval")
+  takes_overrides = args.command in ("train", "config", "plan", "eval", "reference-stats")
   if rest and not (takes_overrides and all(not word.startswith("-") or word.startswith("--") for word in rest)):
     parser().error(f"unrecognized arguments: {' '.join(rest)}")
   from jaxagent import run  # heavy: JAX starts here, after --help
 
   try:
-    return getattr(run, f"{args.command}_command")(args, rest) or 0
+    return getattr(run, f"{args.command.replace('-', '_')}_command")(args, rest) or 0
   except run.USER_ERRORS as error:
     print(f"jaxagent: error: {error}", file=sys.stderr)
     return EXIT_USER

@@ -18,8 +18,11 @@ from etils import epath
 
 from jaxagent import config as configuration
 from jaxagent.config import Config
+from jaxagent.envs import hybrid_reasoning
 from jaxagent.envs.base import Tasks
+from jaxagent.envs.registry import resolve
 from jaxagent.evaluation.evaluate import evaluate
+from jaxagent.evaluation.reference import reference_statistics
 from jaxagent.methods import Method
 from jaxagent.models.chat import Chat
 from jaxagent.models.loading import export as export_model
@@ -36,7 +39,7 @@ from jaxagent.training.phases import OutOfMemory
 
 USER_ERRORS = (ValueError, OSError, CheckpointError, OutOfMemory, loop.NonFinite)
 LOCK = "lock"
-EVALUATION = 3  # stream of the run's key
+EVALUATION, REFERENCE = 3, 4  # streams of the run's key
 
 
 def train(
@@ -369,6 +372,43 @@ def serve_command(args: argparse.Namespace, rest: list[str]) -> int:
     bound.listen(server.BACKLOG)
     display.say(f"serving {name} at {server.url(bound)}; Ctrl-C stops")
     server.run(Served(engine, chat, name), bound, api_key=key)
+  return 0
+
+
+def reference_stats_command(args: argparse.Namespace, rest: list[str]) -> int:
+  config = configuration.load(args.config, rest)
+  options = dict(config.env.options)
+  output = args.output or options.pop("reference", None)
+  if config.env.name != "hybrid_reasoning":
+    raise ValueError(f"reference statistics are of env.name hybrid_reasoning, got {config.env.name!r}")
+  if output is None:
+    raise ValueError("nothing says where to write; set env.options.reference, or give --output FILE")
+  if os.path.exists(output):
+    raise ValueError(f"{output} exists; remove it, or give --output FILE")
+  tasks = resolve(dataclasses.replace(config.env, options={**options, "reference": None}))
+  size = tasks.size("train")
+  count = args.tasks if args.tasks is not None else size
+  if count is None or not 1 <= count <= (size or count) or args.samples < 1:
+    raise ValueError(
+      f"--tasks and --samples must be at least 1, and the training tasks are {size or 'endless: say how many'}; got"
+      f" --tasks {args.tasks} --samples {args.samples}"
+    )
+  set_compilation_cache(config)
+  parts = from_run(config, build(config, env=tasks))
+  rows = reference_statistics(
+    build_engine(config, parts, parts.params),
+    parts.chat,
+    tasks,
+    count=count,
+    samples=args.samples,
+    sampling=loop.sampling_rules(config),
+    limits=loop.limits(config),
+    key=jax.random.fold_in(jax.random.key(config.seed), REFERENCE),
+  )
+  model = config.run.init_from or config.model.path or "new"
+  hybrid_reasoning.write_statistics(output, tasks, rows, model=model, temperature=config.rollout.temperature)
+  accuracy, tokens = (sum(row[name] for row in rows) / count for name in hybrid_reasoning.REFERENCE)
+  display.say(f"{count} tasks: accuracy {accuracy:.3g}, {tokens:.4g} tokens with thinking; they are in {output}")
   return 0
 
 

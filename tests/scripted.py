@@ -48,6 +48,7 @@ class Session:
     self.turn += 1
     await asyncio.sleep(self.engine.delay * random.random())
     said = self.engine.write(self.engine.tokenizer.decode(self.stream), rng)
+    said = said if sampling.allowed is None else sampling.allowed[:1]
     ids = [*self.engine.tokenizer.encode(said), self.engine.eot] if isinstance(said, str) else list(said)
     stopped = len(ids) <= sampling.max_tokens and (ids[-1] in sampling.stop_ids or not isinstance(said, str))
     ids = ids[: sampling.max_tokens]

@@ -32,10 +32,15 @@ class Malformed:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-  """Messages that are new to the agent. `tools` are JSON schemas, read at reset only."""
+  """Messages that are new to the agent. `tools` are JSON schemas, read at reset only.
+
+  `openings`: the agent's turn begins with the first token of one of these texts, drawn by a fair coin in place of the
+  policy. It is an action, and True in the column `forced [N, T]`. Empty: the policy begins itself.
+  """
 
   messages: tuple[Message, ...]
   tools: tuple[dict[str, Any], ...] = ()
+  openings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jaxagent.config import Env
 from jaxagent.envs.base import Environment, Tasks
 from jaxagent.envs.calculator import Calculator
 from jaxagent.envs.dataset import Dataset
+from jaxagent.envs.hybrid_reasoning import HybridReasoning
 from jaxagent.envs.importing import attribute
 from jaxagent.envs.reasoning_gym import ReasoningGym
 from jaxagent.envs.search import Search
@@ -20,7 +21,7 @@ from jaxagent.envs.workflow import Workflow
 
 ENVIRONMENTS: dict[str, Callable[..., Tasks]] = {
   "calculator": Calculator, "reasoning_gym": ReasoningGym, "dataset": Dataset, "search": Search,
-  "team": Team, "terminal": Terminal, "workflow": Workflow,
+  "hybrid_reasoning": HybridReasoning, "team": Team, "terminal": Terminal, "workflow": Workflow,
 }  # fmt: skip
 
 

@@ -12,10 +12,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxagent.envs.base import Action, Environment, Observation, Step
 from jaxagent.models.chat import Chat, parse
 from jaxagent.sampling.request import Sampling
 from jaxagent.types import Completion, Trajectory
+
+COIN = 2**20  # stream of an episode's key, beyond those of its agents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +111,15 @@ class _Calls:
 
 @dataclasses.dataclass
 class _Seat:
-  """One agent's stream. `ended`: its last turn ended with the end of turn; `full`: the engine has no room left."""
+  """One agent's stream. `ended`: its last turn ended with the end of turn; `full`: the engine has no room left.
+
+  `openings` of the last observation; `forced`: places of the tokens that were drawn from such, None if none ever were.
+  """
 
   trajectory: Trajectory
   session: Any
+  openings: tuple[str, ...] = ()
+  forced: list[int] | None = None
   ended: bool = True
   full: bool = False
 
@@ -161,6 +171,7 @@ class _Play:
       seat.trajectory.append_context(ids)
       seat.session.append(ids)
     seat.trajectory.transcript.extend(observation.messages)
+    seat.openings = observation.openings
     return True
 
   def open(self, agent: int, observation: Observation) -> _Seat:
@@ -178,7 +189,7 @@ class _Play:
     seat = self.seats[agent]
     room = self.limits.max_tokens - len(seat.trajectory.tokens)
     rules = dataclasses.replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
-    completion: Completion = await seat.session.sample(rules)
+    completion: Completion = await (self.begun(agent, rules) if seat.openings else seat.session.sample(rules))
     if not len(completion.ids):
       raise ValueError(f"the engine sampled no tokens for task {self.record.task} (finish={completion.finish!r})")
     seat.trajectory.append_action(completion, step=self.steps)
@@ -190,6 +201,21 @@ class _Play:
     text = self.chat.tokenizer.decode(words)
     seat.trajectory.transcript.append({"role": "assistant", "content": text})
     return Action(text, self.parse(text), truncated=cut)
+
+  async def begun(self, agent: int, rules: Sampling) -> Completion:
+    """A turn whose first token a coin draws from those of the openings, whatever the policy thinks of it."""
+    seat = self.seats[agent]
+    ids = [self.chat.tokenizer.encode(text)[0] for text in seat.openings]
+    if len(set(ids)) < len(ids):
+      raise ValueError(f"the openings {seat.openings} do not begin with different tokens; choose other words")
+    coin = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(self.key, COIN), agent), self.steps)
+    drawn = ids[int(jax.random.randint(coin, (), 0, len(ids)))]
+    seat.forced = [*(seat.forced or []), len(seat.trajectory.tokens)]
+    first = await seat.session.sample(dataclasses.replace(rules, max_tokens=1, allowed=(drawn,)))
+    first = dataclasses.replace(first, logp_sampled=np.full(1, -math.log(len(ids)), first.logp_sampled.dtype))
+    if rules.max_tokens == 1 or first.finish != "length":
+      return first
+    return _joined(first, await seat.session.sample(dataclasses.replace(rules, max_tokens=rules.max_tokens - 1)))
 
   def take(self, step: Step, actions: dict[int, Action]) -> Step:
     """Records the turn's rewards; a fault of the environment in them is an `EnvironmentFailure`."""
@@ -218,9 +244,21 @@ class _Play:
       trajectory.outcome = 0.0 if end.status == "failed" else float(end.outcome)
       trajectory.turn_reward += [0.0] * (trajectory.turns - len(trajectory.turn_reward))
       trajectory.columns.update(end.info.get("columns", {}))
+      seat = self.seats.get(trajectory.agent)
+      if seat is not None and seat.forced is not None:
+        trajectory.columns["forced"] = np.isin(np.arange(len(trajectory.tokens)), seat.forced)
       if end.info:
         trajectory.transcript.append({"role": "environment", "content": repr(end.info)})
     return trajectories
+
+
+def _joined(first: Completion, rest: Completion) -> Completion:
+  """Two calls that sampled one turn."""
+  both = {}
+  for field in ("ids", "logp_rollout", "logp_sampled", "version", "entropy", "routing"):
+    parts = [getattr(first, field), getattr(rest, field)]
+    both[field] = None if any(part is None for part in parts) else np.concatenate(parts)
+  return Completion(finish=rest.finish, **both)
 
 
 def _fresh_lists() -> dict[str, Any]:

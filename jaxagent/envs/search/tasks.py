@@ -84,7 +84,7 @@ class Search:
       (self.questions is None or self.questions >= 1, "questions", self.questions, "at least 1, or null"),
       (self.reward in REWARDS, "reward", self.reward, f"one of {', '.join(REWARDS)}"),
       (self.retriever in ("bm25", "dense"), "retriever", self.retriever, "'bm25' or 'dense'"),
-      ((self.encoder is None) == (self.retriever == "bm25"), "encoder", self.encoder, "given iff the retriever is dense"),
+      ((self.encoder is None) == (self.retriever == "bm25"), "encoder", self.encoder, "given iff dense"),
       (self.probes >= 1, "probes", self.probes, "at least 1"),
       (self.top_k >= 1, "top_k", self.top_k, "at least 1"),
       (self.chunk >= 16, "chunk", self.chunk, "at least 16 characters"),
