@@ -12,6 +12,7 @@ import tiny
 from numpy.testing import assert_allclose, assert_array_equal
 
 from jaxagent import config as configuration
+from jaxagent import run as runs
 from jaxagent.advantages import value_targets
 from jaxagent.envs.base import Observation, Step
 from jaxagent.losses import explained_variance
@@ -321,7 +322,7 @@ def test_warm_up_leaves_the_policy_alone_if_it_is_told_to(freezes):
     assert record["logp_gap/max"] < 1e-4 and record["tokens"] > 0 and ("loss" in record) is not freezes
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["ppo", "mpo"])
 def test_the_policy_is_updated_by_the_values_before_any_update(name):
   """The advantage that reaches the first and the last update of a step is that of the values before the step."""
   config = tiny_config(training__epochs=2, critic__learning_rate_multiple=100.0, run__steps=1)
@@ -370,6 +371,20 @@ def test_the_turns_values_of_mpo_are_those_before_their_first_tokens():
     a = np.asarray(credited.columns["advantage"])
     means.append([a[n][live[n] & (r.turn[n] == k)].mean() for n in range(14) for k in range(2)])
   assert_allclose(means[0], means[1], atol=1e-5)
+
+
+def test_a_critic_begins_with_that_of_another_run(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  options = {"run__compilation_cache": None, "tracking__tensorboard": False, "run__steps": 1}
+  first = runs.train(tiny_config(**options), method=ppo(), env=Tasks())
+  config = tiny_config(critic__init_from="runs/run-1", **options)
+  parts = runs.from_run(config, build(config, method=ppo(), env=Tasks()))
+  begun, _, _ = loop.warm_start(config, parts, loop.Hooks(), None)
+  jax.tree.map(assert_array_equal, begun.critic.params, first.critic.params)
+  assert begun.critic.updates == 0 and np.abs(np.asarray(begun.critic.params["value_head"])).max() > 0
+  runs.train(tiny_config(critic__init=None, **options), method=grpo, env=Tasks())
+  with pytest.raises(ValueError, match="has no critic"):
+    runs.from_run(tiny_config(critic__init_from="runs/run-2"), parts)
 
 
 def test_any_optax_chain_may_be_the_critic_s():
