@@ -62,6 +62,8 @@ def returns(method: Method, credited: Rollouts) -> Float[Array, "N T"]:
   """What a critic learns from a `credit`-ed batch: `Method.returns`, 0 where the policy did not sample."""
   if ADVANTAGE not in credited.columns:
     raise ValueError("returns takes a batch with shaped rewards; pass it through credit first")
+  if method.returns is None:
+    raise ValueError("the method does not say what a critic is to learn; set Method.returns")
   return jnp.where(credited.mask, call(method.returns, as_columns(credited)), 0.0)
 
 

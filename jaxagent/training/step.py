@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from jaxagent.methods.objective import Method
 from jaxagent.models.policy import Policy, on_mesh
 from jaxagent.models.sharding import RULES, Rules, param_shardings, replicated, shard_params
+from jaxagent.models.value import ValueModel
 from jaxagent.optim import muon_metrics
 from jaxagent.training.loss import Tally, loss
 from jaxagent.training.scoring import Column, score
@@ -31,7 +32,7 @@ class TrainState:
 
 
 def init_state(
-  policy: Policy,
+  policy: Policy | ValueModel,
   method: Method,
   tx: optax.GradientTransformation,
   params: Any,
@@ -50,7 +51,7 @@ def init_state(
 
 
 def state_shardings(
-  policy: Policy,
+  policy: Policy | ValueModel,
   method: Method,
   tx: optax.GradientTransformation,
   shapes: Any,
