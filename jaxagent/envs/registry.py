@@ -17,11 +17,15 @@ from jaxagent.envs.search import Search
 from jaxagent.envs.splits import require_split, task_seed
 from jaxagent.envs.team import Team
 from jaxagent.envs.terminal import Terminal
+from jaxagent.envs.text_gym import TextGym
+from jaxagent.envs.textarena import TextArena
+from jaxagent.envs.verifiers import Verifiers
 from jaxagent.envs.workflow import Workflow
 
 ENVIRONMENTS: dict[str, Callable[..., Tasks]] = {
   "calculator": Calculator, "reasoning_gym": ReasoningGym, "dataset": Dataset, "search": Search,
   "hybrid_reasoning": HybridReasoning, "team": Team, "terminal": Terminal, "workflow": Workflow,
+  "textarena": TextArena, "text_gym": TextGym, "verifiers": Verifiers,
 }  # fmt: skip
 
 
@@ -41,7 +45,7 @@ class Seeded:
 
 
 def resolve(env: Env) -> Tasks:
-  """The tasks that a config names: calculator, reasoning_gym, dataset, or `my_package.module:MyEnv`.
+  """The tasks that a config names: one of `ENVIRONMENTS`, or `my_package.module:MyEnv`.
 
   `MyEnv` is an environment class (with `reset` and `step`), or a function or class that returns `Tasks`; both take the
   options as keyword arguments. ValueError: an unknown name or option, with the nearest one.
