@@ -54,7 +54,7 @@ def plan_decode(ready: list[Session], slots: int, capacity: int) -> Call:
   few = min(2 * FEW, slots)
   size = few if len(ready) <= few else slots
   place = _places(ready, size, slots)
-  rows = _filler(size)
+  rows = filler(size)
   for at, session in place.items():
     _fill(rows, at, session, capacity)
   work = [(at, session._turn, len(session.tokens) - 1, 0) for at, session in place.items()]
@@ -74,7 +74,8 @@ def _row_index(place: dict[int, Session], size: int, slots: int) -> np.ndarray |
   return index
 
 
-def _filler(size: int) -> programs.Decoding:
+def filler(size: int) -> programs.Decoding:
+  """Rows that decode nothing."""
   whole, real = functools.partial(np.full, size, dtype=np.int32), functools.partial(np.full, size, dtype=np.float32)
   ids, added = np.full((size, rules.BIASES), rules.NO_ID, np.int32), np.zeros((size, rules.BIASES), np.float32)
   return programs.Decoding(

@@ -12,7 +12,6 @@ the same way, without being cleared. A row is cut back by fewer tokens than one 
 import asyncio
 import collections
 import dataclasses
-import functools
 import heapq
 import threading
 from collections.abc import Callable, Sequence
@@ -23,8 +22,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from jaxagent.models.policy import Policy, on_mesh
-from jaxagent.models.sharding import replicated, transfer
+from jaxagent.models.policy import Policy
+from jaxagent.models.sharding import transfer
 from jaxagent.sampling import calls, programs, rules
 from jaxagent.sampling.calls import Call
 from jaxagent.sampling.request import Sampling
@@ -127,19 +126,12 @@ class Engine:
   def _build(self, mesh, params) -> None:
     params = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf), params)
     mesh = mesh or _mesh_of(params)
-    axes = programs.row_axes(self.policy, self.capacity)
     self._described = _description(params)
-    self._params_sharding, prepared = programs.weight_shardings(self.policy, params, mesh)
-    new_cache = functools.partial(self.policy.cache, self.slots, self.capacity)
-    cache, rest = programs.cache_shardings(self.policy, jax.eval_shape(new_cache), axes, mesh), replicated(mesh)
-    self._new_cache = jax.jit(new_cache, out_shardings=cache)
-    self._prepare = jax.jit(self.policy.prepare, out_shardings=prepared)
-    jit, policy = functools.partial(jax.jit, out_shardings=(cache, rest)), on_mesh(self.policy, mesh)
-    self._prefill = jit(functools.partial(programs.prefill, policy, axes), donate_argnums=1)
-    self._decode = jit(functools.partial(programs.decode, policy, axes, self._steps), donate_argnums=1)
-    self._copy = jax.jit(functools.partial(programs.copy, axes), donate_argnums=0, out_shardings=cache)
-    self._read = jax.jit(functools.partial(programs.read, axes), out_shardings=rest)
-    self._write = jax.jit(functools.partial(programs.write, axes), donate_argnums=0, out_shardings=cache)
+    sizes = {"slots": self.slots, "capacity": self.capacity, "steps": self._steps}
+    made = programs.programs_for(self.policy, params, mesh, **sizes)
+    self._params_sharding, self._prepare, self._new_cache = made.params_sharding, made.prepare, made.new_cache
+    self._prefill, self._decode = made.prefill, made.decode
+    self._copy, self._read, self._write = made.copy, made.read, made.write
     self._weights = self._prepare(transfer(params, self._params_sharding))
     self._cache = self._new_cache()
 

@@ -1,5 +1,6 @@
 """The engine's device programs: prefill and decode, over all rows of the cache or a few of them, and moves of rows."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxagent.models.policy import Policy
+from jaxagent.models.policy import Policy, on_mesh
 from jaxagent.models.sharding import (
   DECODING_RULES,
   RULES,
@@ -43,6 +44,43 @@ class Decoded:
   count: Int[Array, "R"]
   drawn: rules.Drawn  # [K, R]
   routing: Int[Array, "K R L E"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+  """Jitted for one policy, mesh and size of the cache; nothing is compiled before it runs, or is lowered."""
+
+  params_sharding: Any
+  weights_sharding: Any
+  cache_sharding: Any
+  prepare: Any  # parameters -> weights
+  new_cache: Any
+  prefill: Any
+  decode: Any
+  copy: Any
+  read: Any
+  write: Any
+
+
+def programs_for(policy: Policy, params: Any, mesh: Mesh, *, slots: int, capacity: int, steps: int) -> Programs:
+  """`params` may be shapes."""
+  axes = row_axes(policy, capacity)
+  params_sharding, prepared = weight_shardings(policy, params, mesh)
+  new_cache = functools.partial(policy.cache, slots, capacity)
+  cache, rest = cache_shardings(policy, jax.eval_shape(new_cache), axes, mesh), replicated(mesh)
+  jit, meshed = functools.partial(jax.jit, out_shardings=(cache, rest)), on_mesh(policy, mesh)
+  return Programs(
+    params_sharding=params_sharding,
+    weights_sharding=prepared,
+    cache_sharding=cache,
+    prepare=jax.jit(policy.prepare, out_shardings=prepared),
+    new_cache=jax.jit(new_cache, out_shardings=cache),
+    prefill=jit(functools.partial(prefill, meshed, axes), donate_argnums=1),
+    decode=jit(functools.partial(decode, meshed, axes, steps), donate_argnums=1),
+    copy=jax.jit(functools.partial(copy, axes), donate_argnums=0, out_shardings=cache),
+    read=jax.jit(functools.partial(read, axes), out_shardings=rest),
+    write=jax.jit(functools.partial(write, axes), donate_argnums=0, out_shardings=cache),
+  )
 
 
 def row_axes(policy: Policy, capacity: int) -> Any:

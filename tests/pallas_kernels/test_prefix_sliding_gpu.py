@@ -16,7 +16,7 @@ plugin = pytest.mark.skipif(
   importlib.util.find_spec("jax_cuda13_plugin") is None,
   reason="no CUDA compiler: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt at the version of jax",
 )
-H100 = Path(__file__).parents[1] / "fixtures" / "h100.textproto"
+H100 = Path(__file__).parents[2] / "jaxagent" / "plan" / "h100.textproto"
 
 
 @new_enough

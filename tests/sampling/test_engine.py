@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from streams import VOCABULARY, Letters, built, prompts_of, rescore
+from streams import VOCABULARY, Letters, built, prompts_of, rescore, toy_policy
 
 from jaxagent.sampling import Engine, Sampling
 from jaxagent.types import Trajectory
