@@ -32,6 +32,7 @@ Positive = Annotated[float, Field(gt=0), "a number > 0"]
 NonNegative = Annotated[float, Field(ge=0), "a number >= 0"]
 Decay = Annotated[float, Field(ge=0, lt=1), "a number in [0, 1)"]
 Share = Annotated[float, Field(gt=0, le=1), "a number in (0, 1]"]
+Unit = Annotated[float, Field(ge=0, le=1), "a number in [0, 1]"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,16 +96,54 @@ class Scheduling:
 @dataclasses.dataclass(frozen=True)
 class Sft:
   steps: Natural = 0  # 0: no warm start
-  batch: Count = 64  # demonstrations a step
+  source: str = "demonstrations"  # those of the environment, or the folder of a run whose stored rollouts are imitated
+  filter: Literal["none", "correct", "pareto"] = "correct"  # pareto: of each task the correct one that is most efficient
+  batch: Count = 64  # demonstrations, or rows of rollouts, a step
   learning_rate: Positive = 1e-3
   stop_at: Share | None = None  # end early at this held-out success
   eval_every: Count = 50
 
 
 @dataclasses.dataclass(frozen=True)
+class Funnel:
+  """Read by `jaxagent funnel`."""
+
+  round_steps: Count = 1  # steps of the policy between two edits of the state; `run.steps` is a multiple
+  reflect: str = "candidates"  # how edits are proposed: candidates, judge, or my_package.module:my_reflect
+  candidates: tuple[str, ...] = ()  # skills to try in this order; empty: those of the environment
+  prompt: str = ""  # of the first state
+  max_tokens: Count = 512  # of a state's text
+  gate_tasks: Count = 50  # held-out tasks that validate, those after the evaluation's
+  gate_samples: Count = 1
+  persistent: Unit = 0.5  # weight of what helped already before the edit; 1 for what the edit made useful
+  residual_every: Natural = 1  # rounds between looking for what the policy can do without; 0: never
+  tolerance: NonNegative = 0.0  # of validation success that an item may add and still be dropped
+
+
+@dataclasses.dataclass(frozen=True)
 class MethodSection:
   name: str = "grpo"  # a preset of jaxagent.methods, or my_package.module:my_method
   options: dict[str, Any] = field(default_factory=dict)  # for a preset or function that takes arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+  """Read by methods that ask about rollouts: draco, cliff, taspo, shaping; the encoder by scpo."""
+
+  backend: Literal["rules", "endpoint", "policy"] | None = None  # the environment's own rules, a server, the policy
+  base_url: str | None = None  # of the endpoint: http://127.0.0.1:8000/v1
+  model: str | None = None  # of the endpoint
+  api_key_env: str | None = None  # the environment variable that holds the endpoint's key
+  body: dict[str, Any] = field(default_factory=dict)  # more keys of the endpoint's requests; null takes one out
+  votes: Count = 1  # times that each verdict is asked for
+  temperature: NonNegative = 0.1  # of its replies
+  max_tokens: Count = 2048  # of a reply
+  context: Count = 4096  # policy: tokens of a question and its reply, which the engine must hold
+  timeout: Positive = 120.0  # seconds of a call
+  retries: Natural = 4  # of a call to the endpoint that failed
+  concurrency: Count = 16  # calls in flight
+  cache: str | None = "auto"  # folder of the endpoint's replies; auto: in the run's folder; null: none
+  encoder: str | None = None  # of sentences: a folder, package:NAME/FOLDER, or my_package.module:encode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +221,8 @@ class Config:
   scheduling: Scheduling = field(default_factory=Scheduling)
   sft: Sft = field(default_factory=Sft)
   method: MethodSection = field(default_factory=MethodSection)
+  judge: Judge = field(default_factory=Judge)
+  funnel: Funnel = field(default_factory=Funnel)
   optimizer: Optimizer = field(default_factory=Optimizer)
   critic: Critic = field(default_factory=Critic)
   training: Training = field(default_factory=Training)
@@ -510,6 +551,42 @@ def _relations(c: Config) -> list[tuple[bool, str]]:
     (0 not in axes, f"mesh sizes must be at least 1, or -1 for the devices that are left, got {axes}"),
     (axes.count(-1) <= 1, f"only one mesh size can be -1 (the devices that are left), got {axes}"),
     (all(c.rollout.stop), "rollout.stop must hold no empty string: every text contains it"),
+    *_judge_options(c),
+    (
+      c.sft.filter != "pareto" or c.sft.source != "demonstrations",
+      "sft.filter pareto chooses among the rollouts of a task; set sft.source to a run",
+    ),
+    (
+      c.run.steps % c.funnel.round_steps == 0,
+      f"funnel.round_steps must divide run.steps = {c.run.steps}, got {c.funnel.round_steps}",
+    ),
+  ]
+
+
+def _judge_options(c: Config) -> list[tuple[bool, str]]:
+  """What the judge's backend needs, and what only others read."""
+  j, readers = c.judge, dict.fromkeys(("base_url", "model", "api_key_env", "body", "retries", "cache"), ("endpoint",))
+  readers |= dict.fromkeys(("votes", "temperature", "max_tokens", "timeout"), ("endpoint", "policy"))
+  readers |= {"context": ("policy",), "concurrency": ("rules", "endpoint", "policy")}
+  unread = [k for k, who in readers.items() if j.backend not in who and getattr(j, k) != _DEFAULTS[f"judge.{k}"]]
+  found = [
+    (False, f"judge.{k} is read by judge.backend {' or '.join(readers[k])}, got backend {_shown(j.backend)}")
+    for k in unread
+  ]
+  for key in ("base_url", "model"):
+    needed = j.backend == "endpoint"
+    found.append((not needed or bool(getattr(j, key)), f"judge.backend endpoint needs judge.{key}"))
+  return [
+    *found,
+    (
+      j.backend != "policy" or j.max_tokens < j.context,
+      f"judge.max_tokens must be less than judge.context = {j.context}, which holds the question too,"
+      f" got {j.max_tokens}",
+    ),
+    (
+      j.backend != "policy" or j.votes == 1 or j.temperature > 0,
+      "judge.votes above 1 need judge.temperature above 0: greedy votes are all the same",
+    ),
   ]
 
 

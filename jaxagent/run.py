@@ -31,11 +31,13 @@ from jaxagent.report import display, store
 from jaxagent.report.trackers import JsonlWriter, TensorboardWriter, WandbWriter, Writer, combine
 from jaxagent.sampling.engine import Engine
 from jaxagent.sampling.request import Sampling
-from jaxagent.training import loop
+from jaxagent.training import loop, supervise
 from jaxagent.training.build import Parts, build, build_engine, build_model
 from jaxagent.training.checkpoint import Checkpointer, CheckpointError
 from jaxagent.training.interrupt import Interrupted
 from jaxagent.training.phases import OutOfMemory
+from jaxagent.training.supervise import Examples
+from jaxagent.types import Rollouts
 
 USER_ERRORS = (ValueError, OSError, CheckpointError, OutOfMemory, loop.NonFinite)
 LOCK = "lock"
@@ -90,7 +92,8 @@ def train(
       warn=screen.warn,
       profile=lambda step: profiling(folder, step) if step == profile else contextlib.nullcontext(),
     )
-    return loop.train(config, parts, hooks=hooks, resume=start is not None)
+    examples = stored_examples(config, parts) if config.sft.steps and start is None else None
+    return loop.train(keeping_replies(config, folder), parts, hooks=hooks, resume=start is not None, examples=examples)
 
 
 # the folder
@@ -212,6 +215,37 @@ def from_run(config: Config, parts: Parts) -> Parts:
   return parts
 
 
+def keeping_replies(config: Config, folder: epath.Path) -> Config:
+  """With the folder of the judge's replies in place of "auto"."""
+  if config.judge.cache != "auto":
+    return config
+  return dataclasses.replace(config, judge=dataclasses.replace(config.judge, cache=str(folder / "judge")))
+
+
+def stored_examples(config: Config, parts: Parts) -> Examples | None:
+  """What `sft.filter` keeps of the rollouts of the run `sft.source`; None where that is the demonstrations."""
+  if config.sft.source == "demonstrations":
+    return None
+  folder = run_folder(config.sft.source) / "rollouts"
+  stored = store.steps(folder)
+  if not stored:
+    raise ValueError(f"sft.source: {folder} holds no rollouts; tracking.rollouts_every of that run may have been 0")
+  check_words(*store.read(folder, stored[0]), parts, folder)
+  rows, count = supervise.chosen((store.read(folder, step)[0] for step in stored), config.sft.filter)
+  tasks = len({(row.env, row.task) for row in rows})
+  display.say(f"sft.filter {config.sft.filter} keeps {len(rows)} rows, of {tasks} tasks, among {count} rollouts")
+  return supervise.in_epochs(config, rows)
+
+
+def check_words(rollouts: Rollouts, records: list[dict[str, Any]], parts: Parts, folder: epath.Path) -> None:
+  """ValueError unless the ids of stored rollouts mean the same words to this model."""
+  for record in records:
+    if "spans" in record and record["valid"]:
+      row = supervise.example(rollouts, record["row"])
+      if store.spans(row, parts.chat.tokenizer.decode) != record["spans"]:
+        raise ValueError(f"sft.source: the rollouts in {folder} were written with another tokenizer than this model's")
+
+
 # what the loop tells the outside
 
 
@@ -286,13 +320,26 @@ def train_command(args: argparse.Namespace, rest: list[str]) -> int:
   return 0
 
 
+def sft_command(args: argparse.Namespace, rest: list[str]) -> int:
+  config = configuration.load(args.config, rest)
+  if not config.sft.steps:
+    raise ValueError("sft.steps is 0, so there is nothing to do; set it")
+  config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=0))
+  try:
+    train(config, name=f"{Path(args.config).stem}-sft")
+  except Interrupted as signal:
+    print(f"stopped by {signal}; supervised fine-tuning begins anew when it is run again", file=sys.stderr)
+    return 128 + (15 if str(signal) == "SIGTERM" else 2)
+  return 0
+
+
 def check_same(config: Config, folder: epath.Path, rest: list[str], path: str) -> None:
   """ValueError where a run to be resumed had another setting, but for what the command line says, and what is not of
   the training itself."""
   own = configuration.flat(configuration.load(folder / "config.yaml"))
   said = tuple(configuration.parse_overrides(rest))
   for key, value in configuration.flat(config).items():
-    free = key.startswith(("run.", "evaluation.", "tracking."))
+    free = key.startswith(("run.", "evaluation.", "tracking.", "judge.retries", "judge.timeout", "judge.concurrency"))
     chosen = any(name == key or name.startswith(f"{key}.") for name in said)
     if value != own[key] and not free and not chosen:
       raise ValueError(
@@ -414,6 +461,17 @@ def reference_stats_command(args: argparse.Namespace, rest: list[str]) -> int:
 
 def config_command(args: argparse.Namespace, rest: list[str]) -> int:
   print(configuration.describe() if args.keys else configuration.to_yaml(configuration.load(args.config, rest)), end="")
+  return 0
+
+
+def plan_command(args: argparse.Namespace, rest: list[str]) -> int:
+  from jaxagent import plan
+
+  config = configuration.load(args.config, rest)
+  set_compilation_cache(config)
+  only = plan.PROGRAMS if args.only is None else args.only
+  planned = plan.plan(config, args.topology, only=only, say=lambda line: print(line, file=sys.stderr))
+  print(plan.table(planned))
   return 0
 
 

@@ -14,7 +14,9 @@ import dataclasses
 import operator
 import random
 import re
+from typing import Any
 
+from jaxagent.envs import calculator_judge as rules
 from jaxagent.envs.base import Action, Malformed, Message, Observation, Step, ToolCall
 from jaxagent.envs.splits import digest, require_split, split_of, task_seed
 
@@ -136,6 +138,11 @@ class Calculator:
       {"role": "assistant", "content": answer},
     )
     return (*self.opening(problem), *solved), (TOOL,)
+
+  def judge(self, question: Any) -> str:
+    """What the rules of arithmetic say of an attempt: see `jaxagent.judges`."""
+    problem = self.problem("train", task_seed("train", question.facts["task"]))
+    return rules.judge(problem, evaluate, question.kind, dict(question.facts))
 
   def opening(self, problem: str) -> tuple[Message, ...]:
     system = () if self.system is None else ({"role": "system", "content": self.system},)

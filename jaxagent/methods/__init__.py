@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from jaxagent.methods.annotators import Given, Table
+from jaxagent.methods.annotators import Given, Rescore, Table
 from jaxagent.methods.batch import bws, gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, reinforce_plus_plus_kl
 from jaxagent.methods.clips import cispo, cispo_capped, dppo, gmpo, intellect2, luspo, sapo, vespo
 from jaxagent.methods.credit import cliff, draco, taspo
@@ -74,6 +74,7 @@ __all__ = [
   "Objective",
   "Prepared",
   "RateTracker",
+  "Rescore",
   "Table",
   "bws",
   "cispo",

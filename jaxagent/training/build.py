@@ -24,6 +24,7 @@ from jaxagent.models.tokenizer import byte_tokenizer, load_tokenizer
 from jaxagent.models.value import value_model
 from jaxagent.sampling.engine import Engine
 from jaxagent.training.critic import Critic, frozen, passes
+from jaxagent.training.judging import with_judge
 from jaxagent.training.optimizer import make_optimizer
 from jaxagent.training.scheduling import Scheduler, build_scheduler
 from jaxagent.training.sharding import check_rows, make_mesh
@@ -59,16 +60,38 @@ def build(
   check_rows(config.training.microbatch_rows, mesh)
   policy, params, chat = build_model(config)
   tasks = env if env is not None else resolve(config.env)
+  own = env is None and ":" not in config.env.name
   return Parts(
     policy=policy,
     params=params,
     chat=chat,
     tasks=tasks,
-    method=method if method is not None else build_method(config),
+    method=with_judge(config, method if method is not None else build_method(config), tasks, own_tasks=own),
     tx=tx if tx is not None else build_optimizer(config, policy, params, mesh),
     mesh=mesh,
     scheduler=build_scheduler(config, tasks),
     critic=build_critic(config, policy, mesh, critic_tx),
+  )
+
+
+def abstract_parts(config: Config, mesh: jax.sharding.Mesh) -> Parts:
+  """The same on any mesh, with shapes for parameters: for programs that are compiled and not run. It has no judge."""
+  check_rows(config.training.microbatch_rows, mesh)
+  if config.model.path is None:
+    policy, chat = new_model(config)
+  else:
+    policy, _, chat = build_model(config)
+  params, tasks = jax.eval_shape(policy.init, jax.random.key(0)), resolve(config.env)
+  return Parts(
+    policy=policy,
+    params=params,
+    chat=chat,
+    tasks=tasks,
+    method=build_method(config),
+    tx=build_optimizer(config, policy, params, mesh),
+    mesh=mesh,
+    scheduler=build_scheduler(config, tasks),
+    critic=build_critic(config, policy, mesh),
   )
 
 
@@ -84,6 +107,13 @@ def build_model(config: Config) -> tuple[Policy, Any, Chat]:
     loaded = load(model.path, dtype=model.dtype, remat=model.remat, tokenizer=model.tokenizer, **model.shape)
     chat = Chat(loaded.tokenizer, loaded.chat_template, model.tool_format)
     return decoder_policy(loaded.config), loaded.params, chat
+  policy, chat = new_model(config)
+  return policy, jax.jit(policy.init)(jax.random.fold_in(jax.random.key(config.seed), 0)), chat
+
+
+def new_model(config: Config) -> tuple[Policy, Chat]:
+  """The policy and chat of `model.shape`."""
+  model = config.model
   tokenizer = byte_tokenizer() if model.tokenizer in (None, "bytes") else load_tokenizer(model.tokenizer)
   check_shape(model.shape)
   shape = {"vocab_size": tokenizer.vocab_size, **model.shape}
@@ -92,8 +122,7 @@ def build_model(config: Config) -> tuple[Policy, Any, Chat]:
       f"model.shape.vocab_size is {shape['vocab_size']}, less than the tokenizer's {tokenizer.vocab_size}; leave it out"
     )
   policy = decoder_policy(DecoderConfig(**shape, dtype=model.dtype, remat=model.remat))
-  params = jax.jit(policy.init)(jax.random.fold_in(jax.random.key(config.seed), 0))
-  return policy, params, Chat(tokenizer, tool_format=model.tool_format)
+  return policy, Chat(tokenizer, tool_format=model.tool_format)
 
 
 def check_shape(shape: dict[str, Any]) -> None:
@@ -162,13 +191,14 @@ def build_critic(
 
 
 def build_engine(config: Config, parts: Parts, params: Any, *, version: int = 0) -> Engine:
+  asked = config.judge.context if config.judge.backend == "policy" else 0  # questions to the policy about itself
   return Engine(
     parts.policy,
     params,
     tokenizer=parts.chat.tokenizer,
     mesh=parts.mesh,
     slots=config.rollout.slots,
-    capacity=config.rollout.max_tokens,
+    capacity=max(config.rollout.max_tokens, asked),
     seed=config.seed,
     version=version,
   )

@@ -15,29 +15,31 @@ import jax
 import numpy as np
 import optax
 
-from jaxagent.config import Config, Optimizer
-from jaxagent.methods import Method, credit, plain, prepare, sft, weigh
+from jaxagent.config import Config
+from jaxagent.methods import Method, credit, plain, weigh
 from jaxagent.methods.objective import slot_parameters
 from jaxagent.models.policy import Policy
 from jaxagent.models.sharding import replicated, shard_params
 from jaxagent.models.value import ValueModel
-from jaxagent.rollout.batch import demonstrations_batch, to_rollouts
+from jaxagent.rollout.batch import to_rollouts
 from jaxagent.rollout.collect import collect
 from jaxagent.rollout.episode import Limits
 from jaxagent.rollout.packing import unpack
 from jaxagent.rollout.truncation import truncate_backprop
 from jaxagent.sampling.engine import Engine
 from jaxagent.sampling.request import Sampling
-from jaxagent.training.annotate import Tools, annotate, with_columns
+from jaxagent.training.annotate import annotate, lost_rollouts, with_columns
 from jaxagent.training.build import Parts, build_engine, updates_per_step
 from jaxagent.training.critic import WITHOUT_MEMORY, Fit, begin, check_critic, frozen
 from jaxagent.training.interrupt import Interrupt, Interrupted
+from jaxagent.training.judging import build_tools, check_judge
 from jaxagent.training.loss import sampler_gap
 from jaxagent.training.minibatches import packed, subsets
-from jaxagent.training.optimizer import make_optimizer
-from jaxagent.training.phases import Phases, out_of_memory_named
+from jaxagent.training.phases import NonFinite, Phases, out_of_memory_named
+from jaxagent.training.rescoring import rescored
 from jaxagent.training.scheduling import Schedule, mixed
 from jaxagent.training.step import TrainState, init_state, make_scorer, make_train_step, state_shardings
+from jaxagent.training.supervise import Examples, demonstrations, supervise
 from jaxagent.types import Rollouts, Trajectory, pytree
 
 ROLLOUT, MINIBATCH, CHOICE, CRITIC = 1, 2, 3, 4  # streams of the run's key
@@ -67,19 +69,22 @@ class Hooks:
   profile: Callable[[int], Any] | None = None  # step -> context manager around it
 
 
-class NonFinite(RuntimeError):
-  """Loss or gradient was NaN or infinite: nothing was applied, and the batch is kept where the message says."""
-
-
-def train(config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool = False) -> RunState:
+def train(
+  config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool = False, examples: Examples | None = None
+) -> RunState:
   """Runs `config.run.steps` steps and returns the state. With `resume`, goes on from the checkpointer's newest state.
 
+  `examples`: what a warm start imitates in the place of the environment's demonstrations.
   `Interrupted` (a KeyboardInterrupt) is raised after a SIGINT or SIGTERM, once the last finished step is saved.
   """
   check_method(config, parts)
   with Interrupt() as interrupt:
-    state, start, evaluated = restore(parts, hooks) if resume else warm_start(config, parts, hooks, interrupt)
+    if resume:
+      state, start, evaluated = restore(parts, hooks)
+    else:
+      state, start, evaluated = warm_start(config, parts, hooks, interrupt, examples)
     engine = build_engine(config, parts, state.train.params, version=start)
+    tools = build_tools(config, parts.chat, engine, parts.tasks)
     update = Update(config, parts)
     done = start
     try:
@@ -90,7 +95,7 @@ def train(config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool 
         _save(hooks, state, 0, evaluated)
       for step in range(start, config.run.steps):
         with _profiled(hooks, step):
-          state, record = _step(config, parts, hooks, interrupt, engine, update, state, step)
+          state, record = _step(config, parts, hooks, interrupt, engine, tools, update, state, step)
         done, evaluated = step + 1, False
         hooks.record({"step": done, "phase": "train", **record})
         interrupt.check()
@@ -111,6 +116,7 @@ def train(config: Config, parts: Parts, *, hooks: Hooks = Hooks(), resume: bool 
 def check_method(config: Config, parts: Parts) -> None:
   """What a method cannot do under this config, before anything runs."""
   check_critic(config, parts.method, parts.critic)
+  check_judge(config, parts.tasks)
   provided = {"logp_old", "logp_ref", "entropy", "version", *parts.method.columns}
   if parts.critic is not None:
     provided |= {"value", "bootstrap"}
@@ -230,8 +236,9 @@ class Update:
     record = {k: float(np.mean([r[k] for r in records])) for k in records[0]}
     record["tokens"] = float(np.sum([r["tokens"] for r in records]))
     record["nonfinite"] = float(np.max([r["nonfinite"] for r in records]))
-    first = {k: float(records[0][k]) for k in ("kl/rollout_train", "logp_gap/mean", "logp_gap/max")}
-    return train, {**record, **(first if credited.logp_old is None else self.gap(credited))}
+    names = ("kl/rollout_train", "logp_gap/mean", "logp_gap/max", "routing/rerouted_tokens")
+    first = {k: float(records[0][k]) for k in names if k in record}
+    return train, {**record, **first, **({} if credited.logp_old is None else self.gap(credited))}
 
   def observed(self, state: RunState, credited: Rollouts) -> dict[str, float]:
     """What is measured of a policy that stands still."""
@@ -254,6 +261,9 @@ class Update:
       rollouts = dataclasses.replace(rollouts, logp_ref=self.score(state.reference, rollouts, replay=False))
     return rollouts
 
+  def rescore(self, params: Any, asked) -> list[np.ndarray]:
+    """Log-probs of trajectories' own tokens under other first prompts."""
+    return rescored(self.scorer, params, asked, microbatch_rows=self.config.training.microbatch_rows)
 
   def score(self, params: Any, rollouts: Rollouts, *, replay: bool = True) -> np.ndarray:
     batch, plan = packed(self.config, plain(rollouts if replay else dataclasses.replace(rollouts, routing=None)))
@@ -304,16 +314,15 @@ def sampled(
   return [t for group in groups[:prompts] for t in group], schedule, metrics
 
 
-def _step(config, parts, hooks, interrupt, engine, update, state, step):
-  phases, key = Phases(), jax.random.fold_in(jax.random.key(config.seed), step)
+def _step(config, parts, hooks, interrupt, engine, tools, update, state, step):
+  phases, key, judged = Phases(), jax.random.fold_in(jax.random.key(config.seed), step), {}
   with phases("rollout"), interrupt.allowed():
     trajectories, schedule, chosen = sampled(config, parts, engine, state.schedule, key=key)
     state = dataclasses.replace(state, schedule=schedule)
     rollouts = as_batch(config, parts, trajectories)
   if parts.method.annotators:
     with phases("annotate"), interrupt.allowed():
-      columns = annotate(parts.method.annotators, trajectories, Tools(parts.chat, engine), rollouts)
-      rollouts = with_columns(rollouts, columns)
+      rollouts, judged = annotated(parts, trajectories, tools, rollouts, partial(update.rescore, state.train.params))
   hooks.rollouts(step + 1, rollouts, trajectories)
   state, record = update(state, rollouts, key=key, phases=phases, step=step)
   if record["nonfinite"]:
@@ -324,7 +333,7 @@ def _step(config, parts, hooks, interrupt, engine, update, state, step):
   with phases("load"):
     engine.load(state.train.params, version=step + 1)
   seconds = phases.seconds
-  record |= rollout_metrics(rollouts, trajectories) | chosen
+  record |= rollout_metrics(rollouts, trajectories) | chosen | judged
   tokens = record["rollouts/sampled_tokens"] + chosen.get("scheduling/dropped_tokens", 0.0)
   record["tokens_per_second/rollout"] = tokens / seconds["rollout"]
   record["tokens_per_second/update"] = record["tokens"] / (seconds["update"] + seconds["score"])
@@ -335,6 +344,15 @@ def _step(config, parts, hooks, interrupt, engine, update, state, step):
       f" (tracking.gap_warning is {config.tracking.gap_warning})"
     )
   return state, record
+
+
+def annotated(parts: Parts, trajectories, tools, rollouts: Rollouts, rescore) -> tuple[Rollouts, dict[str, float]]:
+  """With the annotators' columns; and the judge's counts, `judge/invalid` the rollouts that its failures took out."""
+  columns = annotate(parts.method.annotators, trajectories, tools, rollouts, rescore)
+  after = with_columns(rollouts, columns)
+  if tools.judge is None:
+    return after, {}
+  return after, tools.judge.metrics() | {"judge/invalid": float(lost_rollouts(rollouts, after))}
 
 
 def as_batch(config: Config, parts: Parts, trajectories: list[Trajectory]) -> Rollouts:
@@ -380,52 +398,21 @@ def evaluation_due(config: Config, step: int) -> bool:
   return bool(config.evaluation.tasks) and (step in (0, config.run.steps) or (every and step % every == 0))
 
 
-def warm_start(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) -> tuple[RunState, int, bool]:
-  """The state before step 0, supervised on demonstrations if `sft.steps`; not evaluated yet."""
+def warm_start(
+  config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt, examples: Examples | None = None
+) -> tuple[RunState, int, bool]:
+  """The state before step 0, supervised on `examples`, or demonstrations, if `sft.steps`; not evaluated yet."""
   params = parts.params
   if config.sft.steps:
-    params = supervise(config, parts, hooks, interrupt)
+    if examples is None and config.sft.source != "demonstrations":
+      raise ValueError(f"sft.source is {config.sft.source!r}, but no examples were read from it; use jaxagent.train")
+    params = supervise(config, parts, hooks, interrupt, examples or demonstrations(config, parts))
   train = init_state(parts.policy, parts.method, parts.tx, params, mesh=parts.mesh)
   reference = None
   if "logp_ref" in parts.method.needs:
     reference = shard_params(params, parts.policy.axes, mesh=parts.mesh)
   critic = None if parts.critic is None else begin(config, parts.critic, params, mesh=parts.mesh)
   return RunState(train, reference, parts.scheduler.init(), critic), 0, False
-
-
-def supervise(config: Config, parts: Parts, hooks: Hooks, interrupt: Interrupt) -> Any:
-  """Parameters after `sft.steps` steps on demonstrations, or earlier at a held-out success of `sft.stop_at`."""
-  if not hasattr(parts.tasks, "demonstration"):
-    raise ValueError(f"sft.steps is {config.sft.steps}, but env {config.env.name} has no demonstrations; set it to 0")
-  c = config.sft
-  tx = make_optimizer(Optimizer(learning_rate=c.learning_rate, warmup=min(20, c.steps // 10)), updates=c.steps)
-  state = init_state(parts.policy, sft, tx, parts.params, mesh=parts.mesh)
-  step_fn = make_train_step(parts.policy, sft, tx, mesh=parts.mesh, chunk=config.training.logprob_chunk)
-  run = jax.jit(lambda rollouts: prepare(sft, rollouts))
-  engine = build_engine(config, parts, state.params) if c.stop_at is not None else None
-  for step in range(c.steps):
-    phases = Phases()
-    with phases("sft"):
-      indices = range(step * c.batch, (step + 1) * c.batch)
-      sizes = {"tokens": config.rollout.max_tokens, "turns": config.rollout.max_turns}
-      rollouts = demonstrations_batch(parts.tasks, parts.chat, indices, **sizes)
-      batch, plan = packed(config, run(rollouts))
-      state, metrics = step_fn(state, batch, plan.microbatches)
-      metrics = {k: float(v) for k, v in jax.device_get(metrics).items()}
-    if metrics["nonfinite"]:
-      raise NonFinite(f"sft step {step + 1}: loss or gradient is not finite; lower sft.learning_rate")
-    done = step + 1
-    kept = {k: metrics[k] for k in ("loss", "grad_norm", "tokens")}
-    hooks.record({"step": done, "phase": "sft", **kept, **phases.metrics()})
-    interrupt.check()
-    if engine is not None and hooks.evaluate is not None and (done % c.eval_every == 0) and done < c.steps:
-      engine.load(state.params, version=done)
-      with interrupt.allowed():
-        measured = hooks.evaluate(engine)
-      hooks.record({"step": done, "phase": "sft", **measured})
-      if measured["eval/success"] >= c.stop_at:
-        break
-  return state.params
 
 
 def abstract_state(parts: Parts) -> RunState:

@@ -17,10 +17,11 @@ the domains and the scorers are reconstructions: only the authors' summary of th
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxagent.envs.base import Action, Message, Observation, Step, ToolCall
 from jaxagent.envs.splits import require_split, split_of, task_seed
+from jaxagent.envs.workflow import judge as rules
 from jaxagent.envs.workflow.cleaning import CLEANING
 from jaxagent.envs.workflow.draft import Draft
 from jaxagent.envs.workflow.forensics import FORENSICS
@@ -61,6 +62,7 @@ class Workflow:
   max_output: int = 10_000
   progress_weight: float = 0.25
   system: str | None = None
+  columns: ClassVar[tuple[str, ...]] = ("potential",)  # that its rollouts bring
 
   def __post_init__(self):
     names = (self.domains,) if isinstance(self.domains, str) else self.domains
@@ -112,6 +114,12 @@ class Workflow:
         task = build(*own)
         return task if self.rules == "prompt" else _with_file(task)
     raise ValueError(f"workflow: no {domain} task of the {split} split among {ATTEMPTS}; raise rows")
+
+  def judge(self, question: Any) -> str:
+    """What the task's contract says of an attempt: see `jaxagent.judges`."""
+    index = question.facts["task"]
+    task = self.task(self.domains[index % len(self.domains)], "train", task_seed("train", index))
+    return rules.judge(task, question.kind, dict(question.facts))
 
   def opening(self, task: Task) -> tuple[Message, ...]:
     words = task.rules if self.rules == "prompt" else f"Do what {RULES_FILE} says, then write done."
