@@ -12,7 +12,10 @@ _OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([\w\-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'known_trip_count\W+n\W+(\d+)')
+_TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+_BELOW = re.compile(r"^\s+ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +45,27 @@ def collectives(text: str) -> list[Collective]:
         total = found.setdefault(kind, [0, 0.0])
         total[0] += times
         total[1] += times * _received(shape, started=operation.endswith("-start"))
-      trips = _TRIPS.search(line) if operation == "while" else None
+      trips = _trips(line, computations) if operation == "while" else 1
       called = _CALLED.findall(line)
       for branches in _BRANCHES.findall(line):
         called += [branch.strip().lstrip("%") for branch in branches.split(",")]
       for other in called if kind not in KINDS else ():
-        walk(other, times * (int(trips[1]) if trips else 1), (*inside, name))
+        walk(other, times * trips, (*inside, name))
 
   if entry is not None:
     walk(entry, 1, ())
   return [Collective(kind, int(count), size) for kind, (count, size) in sorted(found.items())]
+
+
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+  """How often a while loop runs: as the compiler says, or the constant below which its counter stays; else 1."""
+  if known := _TRIPS.search(line):
+    return int(known[1])
+  condition = _CONDITION.search(line)
+  lines = computations.get(condition[1], []) if condition else []
+  constants = dict(match.groups() for match in map(_CONSTANT.match, lines) if match)
+  below = next((match[1] for match in map(_BELOW.match, lines) if match), None)
+  return int(constants.get(below, 1))
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:

@@ -156,7 +156,7 @@ def _compiled(empty: ProgramPlan, lower: Callable[[], Any]) -> ProgramPlan:
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    peak = _needed(str(error))
+    peak = needed(str(error))
     return dataclasses.replace(empty, peak=peak, fault="does not fit", compile_seconds=time.perf_counter() - start)
   memory = compiled.memory_analysis()
   held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -169,9 +169,9 @@ def _compiled(empty: ProgramPlan, lower: Callable[[], Any]) -> ProgramPlan:
   )
 
 
-def _needed(message: str) -> float:
-  """Bytes that the compiler says the program would have used."""
-  found = re.search(r"[Uu]sed ([\d.]+)([KMGT])", message)
+def needed(message: str) -> float:
+  """Bytes that the compiler says the program would have used, at least."""
+  found = re.search(r"([\d.]+)([KMGT])\)? (?:of|exceeds) ", message)
   return float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]] if found else math.nan
 
 

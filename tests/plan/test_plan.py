@@ -13,7 +13,7 @@ from jaxagent import config as configuration
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy
 from jaxagent.plan import Chip, Plan, ProgramPlan, chip_of, collectives, plan, table, topology_devices
-from jaxagent.plan.programs import active_weights, forward_flops, per_device
+from jaxagent.plan.programs import active_weights, forward_flops, needed, per_device
 from jaxagent.training.sharding import make_mesh
 
 libtpu = pytest.mark.skipif(
@@ -55,6 +55,12 @@ HloModule m
   %c = pred[] constant(true)
 }
 
+%below.1 (p: (s32[], bf16[4,8])) -> pred[] {
+  %five = s32[]{:T(128)} constant(5)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %five), direction=LT, metadata={}
+}
+
 %never.1 (p: f32[2]) -> f32[2] {
   %a = f32[2]{0} all-reduce(%p), to_apply=%add
 }
@@ -62,6 +68,7 @@ HloModule m
 ENTRY %main.1 (a: f32[8]) -> f32[8] {
   %w = (s32[], bf16[4,8]{1,0}) while(%t), condition=%cond.1, body=%body.1, backend_config={"known_trip_count":{"n":"7"}}
   %v = (s32[], bf16[4,8]{1,0}) while(%t), condition=%cond.1, body=%body.1
+  %u = (s32[], bf16[4,8]{1,0}) while(%t), condition=%below.1, body=%body.1
   ROOT %o = f32[8]{0} add(%a, %a)
 }
 """
@@ -70,7 +77,7 @@ ENTRY %main.1 (a: f32[8]) -> f32[8] {
 def test_collectives_that_are_started_and_loops_of_known_and_unknown_length():
   gathered = 16 * 8 * 2
   assert [(c.kind, c.count, c.bytes) for c in collectives(ASYNC)] == [
-    ("all-gather", 8, 8 * gathered), ("collective-permute", 8, 8 * gathered),
+    ("all-gather", 13, 13 * gathered), ("collective-permute", 13, 13 * gathered),
   ]  # fmt: skip
 
 
@@ -172,6 +179,14 @@ def test_what_does_not_fit_is_said_with_the_bytes_it_would_take():
   (program,) = planned.programs
   assert not planned.fits(program) and program.peak > planned.chip.memory
   assert "DOES NOT FIT" in table(planned) and "mesh.fsdp" in table(planned)
+
+
+@pytest.mark.parametrize("message, size", [
+  ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Exceeded", 17.5),
+  ("RESOURCE_EXHAUSTED: E1000: the total memory required for HLO temporaries (127.08G) exceeds available", 127.08),
+])  # fmt: skip
+def test_what_compilers_say_of_too_much(message, size):
+  assert needed(message) == size * 2**30
 
 
 def test_a_mesh_that_the_topology_does_not_have():
