@@ -87,8 +87,8 @@ def rules_on(mesh: Mesh, rules: Rules) -> Rules:
   """The rules without the axes that the mesh does not have."""
 
   def known(axis):
-    axes = () if axis is None else (axis,) if isinstance(axis, str) else axis
-    return tuple(a for a in axes if a in mesh.shape)
+    axes = tuple(a for a in _axes(axis) if a in mesh.shape)
+    return axis if axes == _axes(axis) else axes
 
   return {name: known(axis) for name, axis in rules.items()}
 
@@ -97,7 +97,7 @@ def where_they_divide(axes: Any, shapes: Any, *, mesh: Mesh, rules: Rules) -> An
   """A NamedSharding for each array by the rules; a dimension that does not divide over its mesh axes stays whole."""
 
   def place(leaf, names):
-    over = [tuple(rules[name] or ()) if name is not None else () for name in names]
+    over = [_axes(rules[name]) if name is not None else () for name in names]
     return NamedSharding(mesh, PartitionSpec(*(dividing(mesh, n, axes) for n, axes in zip(leaf.shape, over))))
 
   return jax.tree.map(place, shapes, axes)
@@ -125,6 +125,10 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
+def _axes(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+  return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
 def _spec(path: str, shape, names, mesh, rules) -> PartitionSpec:
   if len(names) != len(shape):
     raise ValueError(f"parameter {path} has shape {tuple(shape)} but logical axes {tuple(names)}; name every dimension")
@@ -135,7 +139,7 @@ def _spec(path: str, shape, names, mesh, rules) -> PartitionSpec:
         f"parameter {path} has the logical axis {name!r}, which no rule places; rules are {sorted(rules)}"
       )
     axis = rules[name] if name is not None else None
-    over = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    over = _axes(axis)
     unknown = [a for a in over if a not in mesh.shape]
     if unknown:
       raise ValueError(f"the rule for {name!r} names the mesh axis {unknown[0]!r}; the mesh has {tuple(mesh.shape)}")

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 from jaxagent.losses.terms import kl_k3
 from jaxagent.methods.objective import Objective, slot_parameters
 from jaxagent.methods.prepare import as_columns, call
+from jaxagent.metrics.routing import rerouted_tokens
 from jaxagent.models.policy import Policy
 from jaxagent.training.scoring import score
 from jaxagent.types import Scores, TokenBatch, pytree
@@ -41,6 +42,7 @@ def loss(
     policy, params, tokens, chunk=chunk, columns=("logp", "entropy"), constant=() if differentiated else ("entropy",)
   )  # fmt: skip
   mixture = {"router_probs": scores.aux.get("router_probs"), "experts": scores.aux.get("routing")}
+  live = scores.aux.get("live_routing")
   scores = jax.tree.map(lambda x: jnp.where(tokens.mask, x, 0.0), dataclasses.replace(scores, aux={}))
   columns = {**_columns(tokens, scores), **mixture}
   per_token = tokens.weight * call(objective.surrogate, columns)
@@ -48,7 +50,7 @@ def loss(
     c = coefficient(jnp.asarray(updates)) if callable(coefficient) else coefficient
     per_token += c * call(term, columns)
   total = jnp.sum(jnp.where(tokens.mask, tokens.aggregate * per_token, 0.0))
-  return total, jax.lax.stop_gradient(_tally(objective, columns, total))
+  return total, jax.lax.stop_gradient(_tally(objective, columns, total, live))
 
 
 def sampler_gap(
@@ -78,7 +80,7 @@ def _columns(tokens: TokenBatch, scores: Scores) -> dict[str, Any]:
   return {**columns, "logp": scores.logp, "entropy": scores.entropy}
 
 
-def _tally(objective: Objective, columns: dict[str, Any], total) -> Tally:
+def _tally(objective: Objective, columns: dict[str, Any], total, live_routing) -> Tally:
   mask, logp, gap = (
     columns["mask"],
     columns["logp"],
@@ -95,6 +97,9 @@ def _tally(objective: Objective, columns: dict[str, Any], total) -> Tally:
   }
   if columns["logp_ref"] is not None:
     sums["kl/ref"] = jnp.sum(jnp.where(mask, kl_k3(logp, columns["logp_ref"]), 0.0))
+  if live_routing is not None:
+    predicts = jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
+    sums["routing/rerouted_tokens"] = rerouted_tokens(columns["routing"], live_routing, predicts) * tokens
   return Tally(sums, {"logp_gap/max": gap["logp_gap/max"]})
 
 

@@ -92,7 +92,8 @@ def make_train_step(
 
   The gradient is the sum over microbatches, so M, B and n do not change it; n is traced. The state is donated. When
   the loss or a gradient is not finite nothing is applied and `nonfinite` is 1. Metrics are means over kept tokens:
-  loss, grad_norm (before clipping), entropy (nats), clip_fraction, kl/rollout_train, logp_gap/mean, logp_gap/max,
+  loss, grad_norm (before clipping), entropy (nats), clip_fraction, kl/rollout_train, logp_gap/mean, logp_gap/max, where
+  routing is replayed routing/rerouted_tokens (share predicted from states that some router would have sent elsewhere),
   kl/ref (with logp_ref), tokens, nonfinite; with Muon in `tx`, muon/* (`optim.muon_metrics`). The log-probs are those
   before the update.
   """

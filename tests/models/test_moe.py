@@ -1,14 +1,20 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxagent import config as run_config
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy, weight
 from jaxagent.models.moe import FusedMoe, Moe, collect, dispatch, group, grouped_product, route, tile_rows
+from jaxagent.models.policy import on_mesh
+from jaxagent.models.sharding import shard_params
+from jaxagent.training.sharding import make_mesh
 
 SAMPLER = jnp.array([[2.0, 1.0, 1.01, 0.0]])  # chooses experts 0 and 2
 TRAINER = jnp.array([[2.0, 1.02, 1.0, 0.0]])  # would choose 0 and 1
@@ -199,6 +205,28 @@ def test_router_probabilities_carry_a_gradient():
   policy, params, _ = model()
   grad = jax.jit(jax.grad(lambda p: jnp.sum(jnp.square(policy.forward(p, *ROWS).aux["router_probs"]))))(params)
   assert float(jnp.abs(grad["layers"]["mlp"]["router"]).min(axis=(1, 2)).max()) > 0
+
+
+@pytest.mark.parametrize(
+  "sizes", [dict(data=2, tensor=2, expert=2), pytest.param(dict(data=2, fsdp=2, expert=2), marks=pytest.mark.slow)]
+)
+def test_experts_over_a_mesh_change_nothing_and_stay_where_they_are(sizes):
+  policy, params, _ = model()
+  mesh = make_mesh(run_config.Mesh(**sizes))
+  rows = tuple(jnp.concatenate([x, x]) for x in ROWS)
+  g = jax.random.normal(jax.random.key(4), (*rows[0].shape, CONFIG.width))
+
+  def run(policy, *arguments):
+    value = lambda params, *rows: jnp.sum(policy.forward(params, *rows).states * g)  # noqa: E731
+    compiled = jax.jit(jax.value_and_grad(value)).lower(*arguments).compile()
+    return compiled(*arguments), compiled.as_text()
+
+  want, _ = run(policy, params, *rows)
+  placed = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
+  got, hlo = run(on_mesh(policy, mesh), shard_params(params, policy.axes, mesh=mesh), *placed)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
+  gathered = [tuple(map(int, dims.split(","))) for dims in re.findall(r"= \(?\w+\[([\d,]+)\]\S* all-gather", hlo)]
+  assert not [shape for shape in gathered if CONFIG.experts in shape and {CONFIG.expert_width, 5} & set(shape)]
 
 
 @pytest.mark.parametrize(

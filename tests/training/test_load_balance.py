@@ -112,3 +112,23 @@ def test_a_dense_model_has_no_balance():
       jax.tree.map(lambda x: x[0], tokens),
       chunk=64,
     )
+
+
+def test_tokens_that_replay_keeps_on_their_way_are_counted_where_they_predict():
+  tokens, _ = pack(prepared(BALANCED), row_tokens=24, rows=8)
+  batch = jax.tree.map(lambda x: x[0], tokens)
+  at = (batch.tokens, batch.position, batch.segment)
+  own = np.array(POLICY.forward(PARAMS, *at, prefix_end=batch.prefix_end).aux["routing"])
+  other, predicts = own.copy(), np.pad(batch.mask[:, 1:], ((0, 0), (0, 1)))
+  for kind, count in ((predicts, 5), (~predicts & (batch.segment >= 0), 3)):
+    row, token = (x[:count] for x in np.nonzero(kind))
+    other[row, token, 1] = (own[row, token, 1] + 1) % 6
+
+  @jax.jit
+  def tally(routing):
+    return loss(POLICY, BALANCED, PARAMS, dataclasses.replace(batch, routing=routing), chunk=64)[1].sums
+
+  assert tally(own)["routing/rerouted_tokens"] == 0
+  sums = tally(other)
+  assert_allclose(sums["routing/rerouted_tokens"], 5, atol=1e-4)
+  assert sums["tokens"] > 5 and "routing/rerouted_tokens" not in tally(None)

@@ -174,6 +174,7 @@ def test_a_mixture_replays_what_the_sampler_used():
   config = tiny(model__shape=MOE, run__steps=3, optimizer__learning_rate=1e-2)
   _, records = run(config)
   assert max(r["logp_gap/max"] for r in records) < 1e-4
+  assert all(0 <= r["routing/rerouted_tokens"] < 0.05 for r in records)
 
 
 def test_warm_start_lowers_the_loss_and_stops_where_told(tmp_path):
