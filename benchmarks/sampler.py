@@ -18,7 +18,7 @@ long tail       256 requests of 32 tokens, lengths log-normal (mean 64, at most 
                 batches of 64, each as long as its longest
 groups          8 prompts of 512 tokens x 8 samples, 64 new tokens
 smollm2         SmolLM2-135M, 32 prompts of 32 tokens, 128 new tokens; also in bfloat16 against `generate` in bfloat16
-prefix sliding  2 layers, prefix 128, window 512 against full attention: the last 64 tokens of each of 4 streams that
+prefix sliding  2 layers, prefix 128, window 512 against full attention: the last 64 tokens of each of 2 streams that
                 are 32768 long, so the rate at the end of 32k tokens and not its mean over them
 start           from the start of the process to the first token, 2 layers of width 64, no compilation cache
 """
@@ -73,7 +73,7 @@ def long_tail(count: int = 256) -> list[int]:
 
 def workloads(smollm2: str) -> dict[str, Workload]:
   sliding = {"attention": "prefix_sliding", "window": 512, "max_prefix": 128}
-  streams = work(1, 128, 64, slots=4, model=SHAPE | {"layers": 2}, context=32768, room=640)
+  streams = work(1, 128, 64, slots=2, model=SHAPE | {"layers": 2}, context=32768, room=640)
   real, both = work(32, 32, 128, slots=32, model={"path": smollm2}), {"generate": 2.0, "tunix": 2.0}
   return {
     "protocol": Workload(work(8, 32, 128, n=8), both, 7),
