@@ -19,6 +19,10 @@ class OutOfMemory(RuntimeError):
   """A phase did not fit; the message names it and the knob."""
 
 
+class NonFinite(RuntimeError):
+  """Loss or gradient was NaN or infinite: nothing was applied, and the batch is kept where the message says."""
+
+
 class Phases:
   """Adds up wall seconds by phase: `with phases("update"): ...`; `phases.seconds` is a dict."""
 
