@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxagent.envs.base import Action, Message, Observation, Step
-from jaxagent.envs.splits import SPLITS, require_split, split_of
+from jaxagent.envs.splits import SPLITS, digest, require_split, split_of
 
 SEED_SPAN = 2**31  # the eval split's seeds begin here; a generator uses the seeds seed .. seed + size - 1
 ATTEMPTS = 500
+UNUSABLE = ("game_of_life_halting",)  # of 0.1.25: its scorer takes every answer for right
 PROMPTS = {
   "tags": "Give the final answer inside <answer></answer>.",
   "last_number": "End with the final answer, a number.",
@@ -42,15 +43,17 @@ EXTRACT: dict[str, Callable[[str], str | None]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningGym:
-  """Tasks of the generator `dataset`, which takes `options`; `size` distinct seeds in each split.
+  """Tasks of the generator `dataset`, which takes `options`; `size_per_split` distinct seeds in each split.
 
+  A mixture is a mapping of generators to weights, `options` then one of generators to their options: task `index` is of
+  a generator drawn by the weights, with the seed it has there. Names are those of `reasoning_gym.factory.DATASETS`.
   A question whose text falls to the other split is replaced by another one with the generator's next seeds, so the two
   splits share neither seeds nor questions; `held_out` is the share of questions that only "eval" draws.
   `answer` says where the answer stands ("tags", "last_number", "text") and gives the default `system` prompt ("" is
   none).
   """
 
-  dataset: str = "chain_sum"
+  dataset: str | dict[str, float] = "chain_sum"
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
   answer: str = "tags"
   system: str | None = None
@@ -68,38 +71,64 @@ class ReasoningGym:
     for ok, name, got, want in rules:
       if not ok:
         raise ValueError(f"reasoning_gym: {name} must be {want}, got {got!r}")
-    if own := {"seed", "size"} & set(self.options):
+    if isinstance(self.dataset, dict):
+      _check_mixture(self.dataset, self.options)
+    if own := {"seed", "size"} & {key for options in self._weighted_options.values() for key in options}:
       raise ValueError(f"reasoning_gym: {', '.join(sorted(own))} in `options`: use `seed`, `size_per_split` beside it")
     _ = self._generators  # a wrong generator or option is reported here
 
+  @property
+  def _weighted_options(self) -> dict[str, dict[str, Any]]:
+    if isinstance(self.dataset, dict):
+      return {name: self.options.get(name, {}) for name in self.dataset}
+    return {self.dataset: self.options}
+
   @functools.cached_property
-  def _generators(self) -> dict[str, Any]:
+  def _generators(self) -> dict[str, dict[str, Any]]:
+    """By split and name."""
     seeds = {split: self.seed + i * SEED_SPAN for i, split in enumerate(SPLITS)}
-    return {split: _generator(self.dataset, self.options, self.size_per_split, seed) for split, seed in seeds.items()}
+    return {
+      split: {name: _generator(name, o, self.size_per_split, seed) for name, o in self._weighted_options.items()}
+      for split, seed in seeds.items()
+    }
+
+  def generator_of(self, split: str, index: int) -> str:
+    """The name of the generator that the task comes from."""
+    if not isinstance(self.dataset, dict):
+      return self.dataset
+    place = digest(f"{split} {index} of {self.seed}") * sum(self.dataset.values())
+    for name, weight in self.dataset.items():
+      place -= weight
+      if place < 0:
+        return name
+    return name
 
   def size(self, split: str) -> int | None:
     require_split(split)
     return self.size_per_split
 
   def environment(self, split: str, index: int) -> tuple["Question", int]:
-    generator = self._generators[require_split(split)]
+    require_split(split)
     if not 0 <= index < self.size_per_split:
       raise ValueError(f"reasoning_gym: index must be in [0, {self.size_per_split}), got {index}")
-    return Question(generator, self._item(split, index), self.prompt, EXTRACT[self.answer]), generator.seed + index
+    name = self.generator_of(split, index)
+    generator = self._generators[split][name]
+    entry = self._item(generator, name, split, index)
+    return Question(generator, entry, self.prompt, EXTRACT[self.answer], name), generator.seed + index
 
   @property
   def prompt(self) -> str:
     return PROMPTS[self.answer] if self.system is None else self.system
 
-  def _item(self, split: str, index: int) -> dict[str, Any]:
+  def _item(self, generator, name: str, split: str, index: int) -> dict[str, Any]:
     """The first question of the split among those of index, index + stride, ... (mod size)."""
-    generator, stride = self._generators[split], 7919
+    stride = 7919
     for attempt in range(ATTEMPTS):
       entry = generator[(index + attempt * stride) % self.size_per_split]
       if split_of(entry["question"], held_out=self.held_out) == split:
         return entry
     raise ValueError(
-      f"reasoning_gym: no question of the {split} split among {ATTEMPTS} of {self.dataset!r}; it has too few different"
+      f"reasoning_gym: no question of the {split} split among {ATTEMPTS} of {name!r}; it has too few different"
       " questions with these options: widen them or change held_out"
     )
 
@@ -109,8 +138,10 @@ class Question:
 
   tool_format = None
 
-  def __init__(self, generator, entry: dict[str, Any], prompt: str, extract: Callable[[str], str | None]):
-    self._generator, self._entry, self._prompt, self._extract = generator, entry, prompt, extract
+  def __init__(
+    self, generator, entry: dict[str, Any], prompt: str, extract: Callable[[str], str | None], name: str
+  ):
+    self._generator, self._entry, self._prompt, self._extract, self._name = generator, entry, prompt, extract, name
 
   async def reset(self, seed: int) -> dict[int, Observation]:
     system: tuple[Message, ...] = ({"role": "system", "content": self._prompt},) if self._prompt else ()
@@ -118,12 +149,28 @@ class Question:
 
   async def step(self, actions: dict[int, Action]) -> Step:
     answer = self._extract(actions[0].text)
-    score = 0.0 if answer is None else float(self._generator.score_answer(answer, entry=self._entry))
-    info = {"answer": answer, "score": score, "expected": self._entry["answer"]}
+    score = 0.0 if answer is None else self._score(answer)
+    info = {"answer": answer, "score": score, "expected": self._entry["answer"], "generator": self._name}
     return Step(outcome=float(score == 1.0), status="done", info=info)
+
+  def _score(self, answer: str) -> float:
+    """0 where the generator's scorer, a function of the two texts, fails to read the answer."""
+    try:
+      return float(self._generator.score_answer(answer, entry=self._entry))
+    except Exception:
+      return 0.0
 
   async def close(self) -> None:
     pass
+
+
+def _check_mixture(weights: dict[str, float], options: dict[str, Any]) -> None:
+  if not weights or not all(isinstance(w, (int, float)) and 0 < w < float("inf") for w in weights.values()):
+    raise ValueError(f"reasoning_gym: a mixture is a mapping of generators to weights above 0, got {weights!r}")
+  if strangers := sorted(set(options) - set(weights)):
+    raise ValueError(f"reasoning_gym: `options` of {', '.join(strangers)}, which the mixture does not have")
+  if not all(isinstance(o, dict) for o in options.values()):
+    raise ValueError(f"reasoning_gym: `options` of a mixture map its generators to their options, got {options!r}")
 
 
 def _generator(name: str, options: dict[str, Any], size: int, seed: int):
@@ -138,6 +185,8 @@ def _generator(name: str, options: dict[str, Any], size: int, seed: int):
     near = difflib.get_close_matches(name, DATASETS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"reasoning_gym has no generator {name!r}{hint}")
+  if name in UNUSABLE:
+    raise ValueError(f"reasoning_gym: the scorer of {name} takes every answer for right; choose another generator")
   try:
     return reasoning_gym.create_dataset(name, size=size, seed=seed, **options)
   except (TypeError, AssertionError, ValueError) as error:

@@ -3,10 +3,10 @@
 Of one player (22): 2048, Bandit, Blackjack, Countdown, Crosswords, Cryptarithm, FifteenPuzzle, FrozenLake,
 GuessTheNumber, LightsOut, LogicPuzzle, Mastermind, Minesweeper, PegJump, RushHour, Secretary, Set, Slitherlink,
 Sokoban, Sudoku, ThreeCardMonte, TowerOfHanoi. Of two, against `opponent`: TicTacToe, ConnectFour, Nim, KuhnPoker,
-Othello and others. Wordle, Hangman, WordLadder, WordSearch, WordChains, SpellingBee, Codenames, DontSayIt and LetterAuction want
-word lists from the network; Debate, GuessWho, ScenarioPlanning and TwentyQuestions a model behind an API. (textarena
-0.7.4; Checkers, Chess, IteratedStagHunt, Klondike, ReverseTicTacToe and UltimateTexasHoldem do not compile on Python
-3.11, and BabyAiText, ScorableGames and UsedCarNegotiation lack files.)
+Othello and others. Wordle, Hangman, WordLadder, WordSearch, WordChains, SpellingBee, Codenames, DontSayIt and
+LetterAuction want word lists from the network; Debate, GuessWho, ScenarioPlanning and TwentyQuestions a model behind an
+API. (textarena 0.7.4; Checkers, Chess, IteratedStagHunt, Klondike, ReverseTicTacToe and UltimateTexasHoldem do not
+compile on Python 3.11, and BabyAiText, ScorableGames and UsedCarNegotiation lack files.)
 """
 
 import contextlib

@@ -29,7 +29,13 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "option", [{"answer": "x"}, {"size_per_split": 0}, {"held_out": 1.0}, {"options": {"seed": 1}}]
+  "option",
+  [
+    {"answer": "x"}, {"size_per_split": 0}, {"held_out": 1.0}, {"options": {"seed": 1}}, {"dataset": {}},
+    {"dataset": {"chain_sum": 0}}, {"dataset": {"chain_sum": 1}, "options": {"gcd": {}}},
+    {"dataset": {"chain_sum": 1}, "options": {"chain_sum": 3}},
+    {"dataset": {"chain_sum": 1}, "options": {"chain_sum": {"size": 1}}},
+  ],
 )
 def test_wrong_options(option):
   with pytest.raises(ValueError, match="reasoning_gym: "):
@@ -83,6 +89,13 @@ class TestWithPackage:
       for split in ("train", "eval"):
         tasks.environment(split, 0)
 
+  def test_an_answer_that_the_scorer_cannot_read_is_wrong(self):
+    assert self.outcome("<answer>none</answer>", dataset="prime_factorization").outcome == 0
+
+  def test_a_scorer_that_takes_everything_is_refused(self):
+    with pytest.raises(ValueError, match="takes every answer"):
+      ReasoningGym("game_of_life_halting")
+
   def test_an_unknown_generator_names_the_nearest(self):
     with pytest.raises(ValueError, match="did you mean 'chain_sum'"):
       ReasoningGym(dataset="chain_sums")
@@ -90,3 +103,30 @@ class TestWithPackage:
   def test_an_unknown_option_lists_the_known_ones(self):
     with pytest.raises(ValueError, match="min_terms"):
       ReasoningGym(options={"terms": 2})
+
+  def test_a_mixture_draws_by_its_weights(self):
+    tasks = ReasoningGym({"chain_sum": 3, "gcd": 1}, {"chain_sum": SMALL}, size_per_split=400)
+    names = [tasks.generator_of("train", i) for i in range(400)]
+    assert 0.68 < names.count("chain_sum") / 400 < 0.82  # 3 standard deviations
+    for index in (names.index("chain_sum"), names.index("gcd")):
+      environment, seed = tasks.environment("train", index)
+      asyncio.run(environment.reset(seed))
+      info = asyncio.run(environment.step({0: Action("")})).info
+      assert info["generator"] == names[index]
+    assert [ReasoningGym({"gcd": 1}).generator_of("eval", i) for i in range(3)] == ["gcd"] * 3
+
+  @pytest.mark.slow
+  def test_every_generator_by_its_name(self):
+    from reasoning_gym.factory import DATASETS
+
+    failed = []
+    for name in DATASETS:
+      try:
+        tasks = ReasoningGym(name, size_per_split=50)
+        environment, seed = tasks.environment("train", 1)
+        (observation,) = asyncio.run(environment.reset(seed)).values()
+        step = asyncio.run(environment.step({0: Action("<answer>no such answer</answer>")}))
+        assert observation.messages[-1]["content"] and step.status == "done" and step.outcome == 0
+      except Exception as error:
+        failed.append((name, type(error).__name__, str(error)[:100]))
+    assert {name for name, *_ in failed} == {"composite", "game_of_life_halting"}, failed  # composite needs options
