@@ -12,6 +12,15 @@ TRAIN = """\
 Train by a configuration. Any of its keys can be set on the command line: --rollout.samples 4 --seed=1.
 `jaxagent config --keys` lists the keys. Ctrl-C and SIGTERM save a checkpoint, then stop."""
 
+SFT = """\
+Supervised fine-tuning by the section sft: on the environment's demonstrations, or on the rollouts of a run, filtered.
+What it leaves is a run: train with --run.init_from RUN begins there. Keys of the configuration can be set as in train.
+sft.steps steps are taken and run.steps is 0."""
+
+FUNNEL = """\
+Alternates edits of a text for the policy (skills, a prompt) with updates that teach the policy what the text gained.
+Held-out tasks accept or refuse both. Keys of the configuration can be set as in train."""
+
 SERVE = """\
 Answer OpenAI-compatible HTTP requests: /v1/chat/completions, /v1/completions, /v1/models, and /health.
 A request can bring token ids (prompt, prompt_token_ids) and ask for them (return_token_ids)."""
@@ -42,6 +51,15 @@ def parser() -> argparse.ArgumentParser:
     "--resume", nargs="?", const="", metavar="RUN", help="continue RUN, or the newest run of this configuration"
   )
   train.add_argument("--profile", type=int, metavar="N", help="write a profiler trace of step N into the run's folder")
+
+  sft = command("sft", "supervised fine-tuning, to start a run from", SFT)
+  sft.add_argument("config", help="a YAML file")
+
+  funnel = command("funnel", "edit a text of skills and teach the policy what it gains, in turn", FUNNEL)
+  funnel.add_argument("config", help="a YAML file")
+  funnel.add_argument(
+    "--resume", nargs="?", const="", metavar="RUN", help="continue RUN, or the newest run of this configuration"
+  )
 
   evaluate = command("eval", "evaluate a run's newest checkpoint on held-out tasks")
   evaluate.add_argument("run", help="a run's folder")
@@ -81,6 +99,11 @@ def parser() -> argparse.ArgumentParser:
   config.add_argument("config", nargs="?", help="a YAML file (default: the built-in defaults)")
   config.add_argument("--keys", action="store_true", help="list every key with its type, default and meaning")
 
+  plan = command("plan", "compile a configuration for chips that are not here, and say what it takes", PLAN)
+  plan.add_argument("config", help="a YAML file")
+  plan.add_argument("--topology", required=True, help="chips and how they stand: v5e:4x4, v5p:2x2x4, v6e:2x2, h100:8")
+  plan.add_argument("--only", nargs="+", metavar="PROGRAM", help="train, score, prefill, decode (default: all)")
+
   export = command("export", "write a run's newest checkpoint as a Hugging Face folder")
   export.add_argument("run", help="a run's folder")
   export.add_argument("directory", help="the folder to write; must not exist")
@@ -107,7 +130,7 @@ def joined(words: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command; a mistake of the user's is one line on stderr and exit code 2."""
   args, rest = parser().parse_known_args(joined(sys.argv[1:] if argv is None else argv))
-  takes_overrides = args.command in ("train", "config", "plan", "eval", "reference-stats")
+  takes_overrides = args.command in ("train", "sft", "funnel", "config", "plan", "eval", "reference-stats")
   if rest and not (takes_overrides and all(not word.startswith("-") or word.startswith("--") for word in rest)):
     parser().error(f"unrecognized arguments: {' '.join(rest)}")
   from jaxagent import run  # heavy: JAX starts here, after --help

@@ -97,7 +97,7 @@ class Scheduling:
 class Sft:
   steps: Natural = 0  # 0: no warm start
   source: str = "demonstrations"  # those of the environment, or the folder of a run whose stored rollouts are imitated
-  filter: Literal["none", "correct", "pareto"] = "correct"  # pareto: of each task the correct one that is most efficient
+  filter: Literal["none", "correct", "pareto"] = "correct"  # pareto: the most efficient correct one of each task
   batch: Count = 64  # demonstrations, or rows of rollouts, a step
   learning_rate: Positive = 1e-3
   stop_at: Share | None = None  # end early at this held-out success

@@ -5,10 +5,12 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import json
 import os
 import re
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from jaxagent import config as configuration
 from jaxagent.config import Config
 from jaxagent.envs import hybrid_reasoning
 from jaxagent.envs.base import Tasks
+from jaxagent.envs.instructions import Instructions
 from jaxagent.envs.registry import resolve
 from jaxagent.evaluation.evaluate import evaluate
 from jaxagent.evaluation.reference import reference_statistics
@@ -31,11 +34,13 @@ from jaxagent.report import display, store
 from jaxagent.report.trackers import JsonlWriter, TensorboardWriter, WandbWriter, Writer, combine
 from jaxagent.sampling.engine import Engine
 from jaxagent.sampling.request import Sampling
+from jaxagent.training import funnel as alternating
 from jaxagent.training import loop, supervise
 from jaxagent.training.build import Parts, build, build_engine, build_model
 from jaxagent.training.checkpoint import Checkpointer, CheckpointError
 from jaxagent.training.interrupt import Interrupted
 from jaxagent.training.phases import OutOfMemory
+from jaxagent.training.reflection import Reflect
 from jaxagent.training.supervise import Examples
 from jaxagent.types import Rollouts
 
@@ -61,9 +66,54 @@ def train(
   default `runs/<name>-<n>`; an explicit one that holds a run is a ValueError unless `resume`, and so is one that
   another process is in. SIGINT and SIGTERM save, then raise KeyboardInterrupt. `profile`: the step to trace.
   """
+  replaced = {"method": method, "env": env, "tx": tx, "critic_tx": critic_tx}
+  return in_folder(config, train_loop, replaced, name=name, resume=resume, profile=profile)
+
+
+def train_loop(config: Config, parts: Parts, folder: epath.Path, **arguments) -> loop.RunState:
+  return loop.train(config, parts, **arguments)
+
+
+def funnel(
+  config: Config,
+  *,
+  reflect: Reflect | None = None,
+  method: Method | None = None,
+  env: Tasks | None = None,
+  tx: optax.GradientTransformation | None = None,
+  name: str = "run",
+  resume: bool = False,
+) -> tuple[loop.RunState, Instructions]:
+  """Alternates edits of a state of text with updates of the policy, and returns both; see `jaxagent.training.funnel`.
+
+  `reflect(state, trajectories) -> state` (a coroutine) replaces `funnel.reflect`; all else is as in `train`. The state
+  after every round is in the folder's `states/`.
+  """
+  drive = functools.partial(funnel_loop, reflect=reflect)
+  return in_folder(config, drive, {"method": method, "env": env, "tx": tx}, name=name, resume=resume)
+
+
+def funnel_loop(config: Config, parts: Parts, folder: epath.Path, *, reflect: Reflect | None, **arguments):
+  observers = alternating.Observers(
+    state=lambda step, record: keep_state(folder / "states", step, record),
+    held_out=lambda engine, tasks: held_out(config, dataclasses.replace(parts, tasks=tasks), engine),
+  )
+  return alternating.train(config, parts, reflect=reflect, observers=observers, **arguments)
+
+
+def in_folder(
+  config: Config,
+  drive: Callable[..., Any],
+  replaced: dict[str, Any],
+  *,
+  name: str,
+  resume: bool,
+  profile: int | None = None,
+) -> Any:
+  """What `drive(config, parts, folder, *, hooks, resume, examples)` returns, run in its folder."""
   set_compilation_cache(config)
   folder = existing(config, name) if resume else fresh(config, name)  # before the model is built
-  parts = from_run(config, build(config, method=method, env=env, tx=tx, critic_tx=critic_tx))
+  parts = from_run(config, build(config, **replaced))
   folder = folder if resume else claim(config, name)
   with contextlib.ExitStack() as stack:
     stack.enter_context(alone(folder))
@@ -93,7 +143,8 @@ def train(
       profile=lambda step: profiling(folder, step) if step == profile else contextlib.nullcontext(),
     )
     examples = stored_examples(config, parts) if config.sft.steps and start is None else None
-    return loop.train(keeping_replies(config, folder), parts, hooks=hooks, resume=start is not None, examples=examples)
+    config = keeping_replies(config, folder)
+    return drive(config, parts, folder, hooks=hooks, resume=start is not None, examples=examples)
 
 
 # the folder
@@ -281,6 +332,12 @@ def keep_rollouts(config: Config, folder: epath.Path, keep, screen, step: int, r
     screen.show(step, trajectories[: tracking.show])
 
 
+def keep_state(folder: epath.Path, step: int, record: dict[str, Any]) -> None:
+  """`states/00000012.json`: the state after step 12, what was proposed in its round, and the scores."""
+  folder.mkdir(parents=True, exist_ok=True)
+  write_whole(folder / f"{step:08d}.json", json.dumps(record, indent=1, ensure_ascii=False))
+
+
 @contextlib.contextmanager
 def profiling(folder: epath.Path, step: int):
   target = str(folder / "profile")
@@ -304,6 +361,15 @@ def set_compilation_cache(config: Config) -> None:
 
 
 def train_command(args: argparse.Namespace, rest: list[str]) -> int:
+  return resumable(args, rest, functools.partial(train, profile=args.profile))
+
+
+def funnel_command(args: argparse.Namespace, rest: list[str]) -> int:
+  return resumable(args, rest, funnel)
+
+
+def resumable(args: argparse.Namespace, rest: list[str], command: Callable[..., Any]) -> int:
+  """`command(config, name=, resume=)`, by a configuration or as the continuation of a run."""
   name = Path(args.config).stem
   overrides = list(rest)
   if args.resume:
@@ -312,10 +378,11 @@ def train_command(args: argparse.Namespace, rest: list[str]) -> int:
   if args.resume is not None:
     check_same(config, existing(config, name), rest, args.config)
   try:
-    train(config, name=name, resume=args.resume is not None, profile=args.profile)
+    command(config, name=name, resume=args.resume is not None)
   except Interrupted as signal:
     folder = existing(config, name)
-    print(f"stopped by {signal}; continue with train {folder / 'config.yaml'} --resume {folder}", file=sys.stderr)
+    again = f"{args.command} {folder / 'config.yaml'} --resume {folder}"
+    print(f"stopped by {signal}; continue with {again}", file=sys.stderr)
     return 128 + (15 if str(signal) == "SIGTERM" else 2)
   return 0
 

@@ -60,8 +60,8 @@ async def run_episode(
   that the environment gave; "failed", with `cause`, when the environment raised, overran its time, or said so.
   `sampling.max_tokens` bounds a turn; `chat.eot` always ends one. The key of an agent's session is (key, agent).
 
-  ValueError: limits beyond the engine's capacity; a prompt that leaves no room to act; a tool format that is not the
-  chat's. The engine's errors are raised.
+  ValueError: limits beyond the engine's capacity; a prompt that leaves no room to act (`PromptTooLong`); a tool format
+  that is not the chat's. The engine's errors are raised.
   """
   record = Trajectory(task, group, rollout, env=env, temperature=sampling.temperature)
   if limits.max_tokens > engine.capacity:
@@ -79,6 +79,10 @@ async def run_episode(
     play.close()
     await _close(environment, limits.timeout, task)
   return play.finish(end)
+
+
+class PromptTooLong(ValueError):
+  """A first prompt leaves no room to act."""
 
 
 class EnvironmentFailure(Exception):
@@ -177,7 +181,7 @@ class _Play:
   def open(self, agent: int, observation: Observation) -> _Seat:
     ids = self.chat.render(observation.messages, observation.tools)
     if len(ids) >= self.limits.max_tokens:
-      raise ValueError(
+      raise PromptTooLong(
         f"the prompt of task {self.record.task} has {len(ids)} tokens, which leaves no room to act within"
         f" rollout.max_tokens={self.limits.max_tokens}; raise rollout.max_tokens or shorten the prompt"
       )

@@ -55,6 +55,7 @@ def with_judge(config: Config, method: Method, tasks: Tasks, *, own_tasks: bool 
       _check_provided(config, annotator, getattr(tasks, "columns", ()))
   known = all(isinstance(a, Given) or hasattr(a, "uses") for a in annotators)
   used = {name for annotator in annotators for name in getattr(annotator, "uses", ())}
+  used |= {"judge"} if config.funnel.reflect == "judge" else set()
   for name, given in named.items():
     if given and known and name not in used:
       key = "judge.backend" if name == "judge" else "judge.encoder"

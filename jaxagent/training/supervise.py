@@ -1,6 +1,7 @@
 """Supervised fine-tuning: the warm start of a run, on demonstrations or on rollouts that were stored."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +161,7 @@ def example(rollouts: Rollouts, row: int) -> Trajectory:
     outcome=1.0, status="done",
   )  # fmt: skip
   starts = [0, *(np.flatnonzero(np.diff(turn)) + 1), length]
-  for a, b in zip(starts, starts[1:]):
+  for a, b in itertools.pairwise(starts):
     if mask[a]:
       zeros = np.zeros(b - a)
       made.append_action(Completion(tokens[a:b], zeros, zeros, zeros, "stop"))
