@@ -10,6 +10,7 @@ import optax
 import pytest
 import tiny
 from numpy.testing import assert_allclose, assert_array_equal
+from thinned import thinned
 
 from jaxagent import config as configuration
 from jaxagent import run as runs
@@ -17,6 +18,7 @@ from jaxagent.advantages import value_targets
 from jaxagent.envs.base import Observation, Step
 from jaxagent.losses import explained_variance
 from jaxagent.methods import Given, credit, grpo, mpo, plain, ppo, t1, vapo
+from jaxagent.methods.prepare import returns
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy
 from jaxagent.models.value import value_model
@@ -200,6 +202,7 @@ def test_values_learn_a_function_of_the_state():
 
 # in the loop
 
+SLIDING = {"width": 16, "layers": 1, "heads": 2, "head_dim": 8, "mlp_width": 16, "attention": "prefix_sliding"}
 TINY = {
   "model.shape": {"width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 16},
   "rollout.prompts": 2, "rollout.samples": 4, "rollout.max_turns": 2, "rollout.max_tokens": 96,
@@ -276,6 +279,39 @@ def test_a_mixture_trains_a_critic_without_replay(name):
   check_three_steps(METHODS[name], model__shape=MOE)
 
 
+@pytest.mark.parametrize("name, lam", [("ppo", 0.95), ("vapo", 1.0), ("mpo", 1.0), ("t1", 1.0)])
+def test_what_the_critic_of_a_preset_learns(name, lam):
+  """Advantage + value by a loop over the actions of each row, from the rewards that the preset trains on."""
+  r = tiny.ragged(rubbish=0.0)
+  live, value = r.mask & r.valid[:, None], targets()[1]
+  r = dataclasses.replace(r, value=value.astype(np.float32), bootstrap=0.1 * np.arange(16, dtype=np.float32))
+  if name == "t1":
+    r = dataclasses.replace(r, columns={"assertions_passed": np.arange(16)})
+  with pytest.raises(ValueError, match="pass it through credit first"):
+    returns(METHODS[name], r)
+  credited, _ = credit(METHODS[name], r)
+  got, reward = np.asarray(returns(METHODS[name], credited)), np.asarray(credited.reward)
+  assert not got[~live].any()
+  for n in np.flatnonzero(live.any(1)):
+    after, advantage, received = r.bootstrap[n], 0.0, reward[n]
+    for t in reversed(np.flatnonzero(live[n])):
+      advantage = received + after - value[n, t] + lam * advantage
+      assert_allclose(got[n, t], advantage + value[n, t], rtol=1e-4, atol=1e-5)
+      after, received = value[n, t], 0.0
+
+
+@pytest.mark.slow
+def test_values_are_of_whole_rollouts_where_the_policy_is_trained_on_their_ends():
+  shape = {**SLIDING, "window": 4, "max_prefix": 48}
+  seen, original = [], Fit.__call__
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(Fit, "__call__", lambda *a, **k: seen.append(float(np.sum(a[2].mask))) or original(*a, **k))
+    _, records = run(tiny_config(model__shape=shape, training__backprop_windows=2), ppo())
+  for whole, record in zip(seen, records, strict=True):
+    assert whole == record["rollouts/sampled_tokens"] > record["tokens"] > 0
+    assert np.isfinite(record["critic/loss"]) and record["logp_gap/max"] < 1e-4
+
+
 def test_two_n_steps_equal_n_steps_a_resume_and_n_steps(tmp_path):
   options = dict(critic__epochs=2, critic__minibatches=2, training__minibatches=2, critic__warmup_steps=1)
   whole, records = run(tiny_config(run__steps=4, **options), ppo())
@@ -297,7 +333,7 @@ def test_a_run_without_a_critic_is_not_resumed_with_one(tmp_path):
       run(tiny_config(), ppo(), hooks=hooks, resume=True)
 
 
-@pytest.mark.parametrize("freezes", [True, False])
+@thinned("freezes", [True, False], every=2)
 def test_warm_up_leaves_the_policy_alone_if_it_is_told_to(freezes):
   options = dict(critic__warmup_steps=2, critic__warmup_epochs=3, critic__warmup_freezes_policy=freezes)
   config, seen = tiny_config(**options), []
@@ -322,7 +358,7 @@ def test_warm_up_leaves_the_policy_alone_if_it_is_told_to(freezes):
     assert record["logp_gap/max"] < 1e-4 and record["tokens"] > 0 and ("loss" in record) is not freezes
 
 
-@pytest.mark.parametrize("name", ["ppo", "mpo"])
+@thinned("name", ["ppo", "mpo"], every=2)
 def test_the_policy_is_updated_by_the_values_before_any_update(name):
   """The advantage that reaches the first and the last update of a step is that of the values before the step."""
   config = tiny_config(training__epochs=2, critic__learning_rate_multiple=100.0, run__steps=1)
