@@ -57,7 +57,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Env:
-  name: str = "calculator"  # calculator, reasoning_gym, dataset, or my_package.module:MyEnv
+  name: str = "calculator"  # one of docs/environments.md, or my_package.module:MyEnv
   options: dict[str, Any] = field(default_factory=dict)  # its keyword arguments
 
 
