@@ -8,7 +8,7 @@ from jaxagent.losses import dual_clip, token_mean
 from jaxagent.methods.annotators import Given
 from jaxagent.methods.group import grpo, grpo_kl
 from jaxagent.methods.objective import Annotator, Method
-from jaxagent.metrics import split_shares, uncited_shares
+from jaxagent.metrics import advantage_shape, split_shares, uncited_shares
 from jaxagent.rewards import rubric_reward
 
 VERDICTS = Given(("verdict", "step_quality"))
@@ -29,7 +29,7 @@ def draco(coefficient: float = 0.01, annotator: Annotator = VERDICTS) -> Method:
   )  # fmt: skip
   return replace(
     parent, objective=objective, reward=(rubric_reward,), annotators=(annotator,),
-    metrics=(("uncited", uncited_shares),),
+    metrics=(("uncited", uncited_shares), ("advantage", advantage_shape)),
   )  # fmt: skip
 
 
@@ -40,7 +40,10 @@ def taspo(bound: float = 0.5, scale: float = 1.0, annotator: Annotator = PRIVILE
   `executable [N, T]` too. `bound` and `scale` are ours.
   """
   advantage = (*grpo.objective.advantage, partial(weigh_by_privileged, bound=bound, scale=scale))
-  return replace(grpo, objective=replace(grpo.objective, advantage=advantage), annotators=(annotator,))
+  return replace(
+    grpo, objective=replace(grpo.objective, advantage=advantage), annotators=(annotator,),
+    metrics=(("advantage", advantage_shape),),
+  )  # fmt: skip
 
 
 def cliff(prefix: float = 0.0, annotator: Annotator = FIRST_ERROR) -> Method:
@@ -51,5 +54,5 @@ def cliff(prefix: float = 0.0, annotator: Annotator = FIRST_ERROR) -> Method:
   advantage = (partial(prefix_suffix, prefix=prefix),)
   return replace(
     grpo, objective=replace(grpo.objective, advantage=advantage), annotators=(annotator,),
-    metrics=(("failures", split_shares),),
+    metrics=(("failures", split_shares), ("advantage", advantage_shape)),
   )  # fmt: skip

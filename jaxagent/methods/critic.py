@@ -18,7 +18,7 @@ from jaxagent.losses import positive_nll, positive_token_weight, ppo_clip, token
 from jaxagent.methods.annotators import Given
 from jaxagent.methods.group import grpo
 from jaxagent.methods.objective import Annotator, Method, Slot
-from jaxagent.metrics import fallback_share
+from jaxagent.metrics import advantage_shape, fallback_share, reward_change
 from jaxagent.rewards import assertion_reward
 
 
@@ -59,7 +59,9 @@ def mpo(credit: Slot = add_token_credit) -> Method:
   parent = ppo()
   return replace(
     parent, objective=replace(parent.objective, advantage=(turn_gae, credit), surrogate=turn_clip),
-    returns=value_targets, metrics=(("value_share_between_turns", value_share_between_turns),),
+    returns=value_targets, metrics=(
+      ("value_share_between_turns", value_share_between_turns), ("advantage", advantage_shape),
+    ),
   )  # fmt: skip
 
 
@@ -70,5 +72,5 @@ def t1(scale: float = 20.0, annotator: Annotator = ASSERTIONS) -> Method:
   """
   return replace(
     ppo(lam=1.0), reward=(partial(assertion_reward, scale=scale),), annotators=(annotator,),
-    metrics=(("fallback", fallback_share),),
+    metrics=(("fallback", fallback_share), ("reward", reward_change)),
   )  # fmt: skip

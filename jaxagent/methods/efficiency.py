@@ -8,6 +8,7 @@ from jaxagent.methods.annotators import Given
 from jaxagent.methods.batch import bws
 from jaxagent.methods.group import grpo, grpo_kl
 from jaxagent.methods.objective import Annotator, Method
+from jaxagent.metrics import reward_change
 from jaxagent.rewards import difficulty_bonus, gated_efficiency, least_tool_calls, solved_tasks_pay_for_tools
 
 REFERENCE = Given(("reference_accuracy", "reference_tokens"))
@@ -21,7 +22,9 @@ def think_only(beta: float = 0.5, annotator: Annotator = REFERENCE) -> Method:
   `reference_accuracy [N]` and `reference_tokens [N]` of each row's task, sampled once from a reference policy.
   Shim et al. 2026, arXiv 2609.19671. Reconstruction: the paper's equation was not available.
   """
-  return replace(bws(), reward=(partial(difficulty_bonus, beta=beta),), annotators=(annotator,))
+  return replace(
+    bws(), reward=(partial(difficulty_bonus, beta=beta),), annotators=(annotator,), metrics=(("reward", reward_change),)
+  )
 
 
 def when2think(beta: float = 0.5, annotator: Annotator = MODES) -> Method:
@@ -35,7 +38,9 @@ def when2think(beta: float = 0.5, annotator: Annotator = MODES) -> Method:
 
 def slimsearcher(annotator: Annotator = TOOL_COST) -> Method:
   """Xie et al. 2026, arXiv 2606.07074: GRPO on correctness times two gates, tools (`rewards.tool_cost`) and length."""
-  return replace(grpo, reward=(gated_efficiency,), annotators=(annotator,))
+  return replace(
+    grpo, reward=(gated_efficiency,), annotators=(annotator,), metrics=(("reward", reward_change),)
+  )
 
 
 def otc(alpha: float = 1.0, annotator: Annotator = TOOL_COST) -> Method:

@@ -9,7 +9,7 @@ from jaxagent.methods.batch import reinforce_plus_plus
 from jaxagent.methods.clips import dppo
 from jaxagent.methods.group import grpo
 from jaxagent.methods.objective import Annotator, Method
-from jaxagent.metrics import credited_shares
+from jaxagent.metrics import credited_shares, paid_turn_share
 from jaxagent.rewards import add_potential_shaping, progress_rewards
 
 ANCHORS = Given(("anchor",))
@@ -33,7 +33,7 @@ def scpo(weight: float = 0.2, annotator: Annotator = MATCHES) -> Method:
   """
   return replace(
     gigpo(annotator=annotator), reward=(partial(add_step_credit, weight=weight),),
-    metrics=(("credited", credited_shares),),
+    metrics=(("credited", credited_shares), ("paid_turns", paid_turn_share)),
   )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def tev(weight: float = 0.25, annotator: Annotator = POTENTIAL) -> Method:
   parent = dppo()
   return replace(
     parent, objective=replace(parent.objective, advantage=(turn_relative,)), annotators=(annotator,),
-    reward=(partial(progress_rewards, weight=weight),),
+    reward=(partial(progress_rewards, weight=weight),), metrics=(("paid_turns", paid_turn_share),),
   )  # fmt: skip
 
 
@@ -56,4 +56,6 @@ def shaping(gamma: float = 1.0, annotator: Annotator = POTENTIAL) -> Method:
   a branch) ends for itself, as REINFORCE++ takes its returns. Ours differs: the paper trains a critic.
   """
   shaped = partial(add_potential_shaping, gamma=gamma, rollout=None)
-  return replace(reinforce_plus_plus(gamma), reward=(shaped,), annotators=(annotator,))
+  return replace(
+    reinforce_plus_plus(gamma), reward=(shaped,), annotators=(annotator,), metrics=(("paid_turns", paid_turn_share),)
+  )

@@ -6,6 +6,7 @@ from jaxagent.advantages import team_relative
 from jaxagent.losses import agent_mean, token_mean
 from jaxagent.methods.group import grpo
 from jaxagent.methods.objective import Method
+from jaxagent.metrics import piu_means
 
 
 def teamgym() -> Method:
@@ -13,7 +14,8 @@ def teamgym() -> Method:
 
   Reconstruction: the paper's text was not available.
   """
-  return replace(grpo, objective=replace(grpo.objective, advantage=(team_relative,), aggregate=token_mean))
+  objective = replace(grpo.objective, advantage=(team_relative,), aggregate=token_mean)
+  return replace(grpo, objective=objective, metrics=(("piu", piu_means),))
 
 
 def teamgym_per_agent() -> Method:

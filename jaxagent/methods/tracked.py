@@ -16,6 +16,7 @@ from jaxagent.methods.annotators import Given
 from jaxagent.methods.group import grpo
 from jaxagent.methods.objective import Annotator, Method
 from jaxagent.methods.trackers import EntropyTracker, RateTracker
+from jaxagent.metrics import advantage_shape, penalised_gap
 
 PENALTIES = Given(("penalties",))
 
@@ -27,7 +28,7 @@ def gepo(base: Method = grpo, alpha_low: float = 0.5, alpha_high: float = 0.2) -
   """
   attenuate = partial(attenuate_by_entropy, alpha_low=alpha_low, alpha_high=alpha_high)
   objective = replace(base.objective, advantage=(*base.objective.advantage, attenuate))
-  metrics = (*base.metrics, ("attenuated", attenuated_shares))
+  metrics = tuple({**dict(base.metrics), "attenuated": attenuated_shares, "advantage": advantage_shape}.items())
   return replace(base, objective=objective, trackers=(*base.trackers, EntropyTracker()), metrics=metrics)
 
 
@@ -52,4 +53,7 @@ def spo_muon(tasks: int, initial: PromptRates | None = None, annotator: Annotato
   parent = spo_plus_plus(tasks, initial)
   baseline, standardize = parent.objective.advantage
   advantage = (baseline, add_clipped_penalty, standardize)
-  return replace(parent, objective=replace(parent.objective, advantage=advantage), annotators=(annotator,))
+  return replace(
+    parent, objective=replace(parent.objective, advantage=advantage), annotators=(annotator,),
+    metrics=(("penalised_gap", penalised_gap),),
+  )  # fmt: skip

@@ -1,6 +1,16 @@
 """Estimators and diagnostics, as pure functions of arrays."""
 
-from jaxagent.metrics.credit import credited_shares, distilled_shares, fallback_share, split_shares, uncited_shares
+from jaxagent.metrics.credit import (
+  advantage_shape,
+  credited_shares,
+  distilled_shares,
+  fallback_share,
+  paid_turn_share,
+  penalised_gap,
+  reward_change,
+  split_shares,
+  uncited_shares,
+)
 from jaxagent.metrics.mismatch import (
   chi_square_sequence,
   chi_square_token,
@@ -19,6 +29,7 @@ from jaxagent.metrics.team import (
   message_waste,
   minimal_sets,
   normalised_communication_gap,
+  piu_means,
   piu_recall,
   undelivered_share,
   unsurfaced_share,
@@ -26,6 +37,7 @@ from jaxagent.metrics.team import (
 
 __all__ = [
   "Gaps",
+  "advantage_shape",
   "chi_square_sequence",
   "chi_square_token",
   "credited_shares",
@@ -38,12 +50,16 @@ __all__ = [
   "message_waste",
   "minimal_sets",
   "normalised_communication_gap",
+  "paid_turn_share",
   "pass_at_k",
   "pass_hat_k",
+  "penalised_gap",
   "perplexity_ratio",
+  "piu_means",
   "piu_recall",
   "rerouted_routers",
   "rerouted_tokens",
+  "reward_change",
   "rollout_kl_k1",
   "rollout_kl_k3",
   "split_shares",

@@ -126,5 +126,20 @@ def message_waste(
   return wasted / jnp.maximum(jnp.asarray(tokens_sent, jnp.float32), 1.0)
 
 
+def piu_means(
+  valid: Bool[Array, "N"],
+  piu_recall: Float[Array, "N"] | None = None,
+  piu_unsurfaced: Float[Array, "N"] | None = None,
+  piu_undelivered: Float[Array, "N"] | None = None,
+  message_waste: Float[Array, "N"] | None = None,
+) -> dict[str, Float[Array, ""]]:
+  """Means over the valid rows of those columns that the environment gives: `recall`, `unsurfaced`, `undelivered`,
+  `waste`.
+  """
+  columns = {"recall": piu_recall, "unsurfaced": piu_unsurfaced, "undelivered": piu_undelivered, "waste": message_waste}
+  valid, n = jnp.asarray(valid, bool), jnp.maximum(jnp.sum(valid), 1)
+  return {k: jnp.sum(jnp.where(valid, x, 0.0)) / n for k, x in columns.items() if x is not None}
+
+
 def _share(part: jax.Array, whole) -> Float[Array, "*M"]:
   return jnp.sum(part, -1) / jnp.maximum(jnp.sum(jnp.asarray(whole), -1), 1).astype(jnp.float32)

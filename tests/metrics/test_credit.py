@@ -5,7 +5,18 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jaxagent.metrics import credited_shares, distilled_shares, fallback_share, split_shares, uncited_shares
+from jaxagent.metrics import (
+  advantage_shape,
+  credited_shares,
+  distilled_shares,
+  fallback_share,
+  paid_turn_share,
+  penalised_gap,
+  piu_means,
+  reward_change,
+  split_shares,
+  uncited_shares,
+)
 
 NAN = np.nan
 MASK = np.array([[0, 1, 1, 0, 1], [0, 1, 1, 1, 1], [0, 1, 0, 1, 0], [0, 1, 1, 1, 1]], bool)
@@ -45,6 +56,34 @@ def test_credited():
 
 def test_distilled():
   close(distilled_shares(np.array([-1.0, 0.5, 0.0, NAN]), VALID), rows=2 / 3, selected=1 / 2)
+
+
+def test_advantage():
+  a = np.array([[9, 1, 1, 9, 4], [9, 2, 2, 2, 2], [9, 0, 9, 6, 9], [NAN, NAN, NAN, NAN, NAN]])
+  taken = np.array([1, 1, 4, 2, 2, 2, 2, 0, 6.0])
+  rows, turns = [[1, 1, 4], [2, 2, 2, 2], [0, 6]], [[1, 1], [4], [2, 2, 2], [2], [0], [6]]
+  share = lambda cells: sum(np.var(c) * len(c) for c in cells) / (taken.var() * taken.size)  # noqa: E731
+  close(
+    advantage_shape(a, MASK, TURN, VALID), size=taken.mean(), within_rows=share(rows), within_turns=share(turns)
+  )
+  close(advantage_shape(np.ones((4, 5)), MASK, TURN, VALID), size=1, within_rows=0, within_turns=0)
+  assert advantage_shape(np.arange(5.0) + np.zeros((4, 1)), MASK, TURN, VALID)["within_turns"] > 0.1
+
+
+def test_rewards():
+  close(reward_change(np.array([0.5, 0.0, 1.0, NAN]), OUTCOME, VALID), mean=1 / 6, rows=1 / 3, partial=1 / 3)
+  assert_allclose(paid_turn_share(np.array([[0.1, 0, 1], [0, -1, 0], [0, 0, 1], [1, 1, 1]]), MASK, TURN, VALID), 2 / 6)
+
+
+def test_penalties():
+  a = np.array([[9, 1, 1, 9, 4], [9, 2, 2, 2, 2], [9, 0, 9, 6, 9], [NAN] * 5])
+  assert_allclose(penalised_gap(a, np.array([[0, -1], [0, 0], [0, 0], [-1, NAN]]), MASK, VALID), 2 - 14 / 6, rtol=1e-6)
+  assert penalised_gap(a, np.zeros((4, 1)), MASK, VALID) == 0
+
+
+def test_what_a_team_was_told():
+  close(piu_means(VALID, piu_recall=OUTCOME, message_waste=np.array([1.0, 0, 0.5, NAN])), recall=1 / 3, waste=0.5)
+  assert piu_means(VALID) == {}
 
 
 @pytest.mark.parametrize("valid", [VALID, np.zeros(4, bool)])
