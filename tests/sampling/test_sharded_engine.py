@@ -113,7 +113,7 @@ def test_the_tokens_of_one_device(name, mesh):
 @functools.cache
 def compiled_and_sampled(replaced=False):
   """Programs of the mixture's engine on data 2 x tensor 2 x expert 2, and what they sample."""
-  with mock.patch("jaxagent.sampling.engine.on_mesh", lambda policy, mesh: policy) if replaced else mock.MagicMock():
+  with mock.patch("jaxagent.sampling.programs.on_mesh", lambda policy, mesh: policy) if replaced else mock.MagicMock():
     engine = engine_of("moe", mesh=mesh_of("data 2 tensor 2 expert 2"))
   programs = {}
 
