@@ -35,7 +35,7 @@ def judge(problem: str, value, kind: str, facts: dict[str, Any]) -> str:
     return json.dumps({"progress": done})
   if kind == "taspo/evidence":
     steps = [step for step, mark in enumerate(marks, 1) if mark["called"]]
-    return json.dumps({"items": [{"guidance": GUIDANCE, "when": WHEN, "steps": steps}]})
+    return json.dumps({"items": [{"guidance": GUIDANCE, "when": WHEN, "steps": steps}] if steps else []})
   if kind == "taspo/match":
     return json.dumps({"applies": [i for i, (_, when) in enumerate(facts["items"], 1) if when == WHEN]})
   raise ValueError(f"the rules of calculator do not answer {kind!r}")

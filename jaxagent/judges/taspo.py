@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxagent.judges.base import Question
 from jaxagent.judges.episodes import Episode, episodes, opening, shown
-from jaxagent.judges.replies import entries, fields, numbers, read_object, text
+from jaxagent.judges.replies import Unparsed, entries, fields, numbers, read_object, text
 from jaxagent.methods.annotators import Rescore
 from jaxagent.models.chat import Chat
 from jaxagent.types import Trajectory
@@ -122,9 +122,13 @@ def leave_one_out(evidence: Mapping[int, Any], target: int) -> list[Any]:
 
 
 def read_items(reply: str, most: int, steps: int) -> list[Item]:
+  """Items with at least one step as evidence."""
   given = entries(read_object(reply, "items")["items"], "items", most=most)
   parts = [fields(entry, ("guidance", "when", "steps"), "an item") for entry in given]
-  return [Item(text(g, "guidance"), text(w, "when"), tuple(numbers(s, steps, "steps"))) for g, w, s in parts]
+  items = [Item(text(g, "guidance"), text(w, "when"), tuple(numbers(s, steps, "steps"))) for g, w, s in parts]
+  if unproved := [item.guidance for item in items if not item.steps]:
+    raise Unparsed(f"{unproved[0]!r} cites no step")
+  return items
 
 
 def read_matches(reply: str, items: int) -> frozenset[int]:

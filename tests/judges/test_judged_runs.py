@@ -8,7 +8,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from scripted import ScriptedEngine
+import test_policy
 from small_encoder import small_folder
 
 from jaxagent import config as configuration
@@ -25,23 +25,23 @@ from jaxagent.training.build import build
 SHAPE = {"width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 16}
 TINY = {
   "model.shape": SHAPE, "rollout.prompts": 2, "rollout.samples": 4, "rollout.max_turns": 3, "rollout.max_tokens": 128,
-  "rollout.max_turn_tokens": 24, "training.microbatch_rows": 4, "evaluation.tasks": 0, "run.steps": 2,
+  "rollout.max_turn_tokens": 24, "training.microbatch_rows": 8, "evaluation.tasks": 0, "run.steps": 2,
   "run.checkpoint_every": 2, "optimizer.learning_rate": 1e-3, "tracking.gap_warning": 1e9,
   "env.name": "calculator", "env.options": {"digits": 1, "operators": "+"},
 }  # fmt: skip
 PROVIDED = {"draco": Rubric, "cliff": FirstError, "taspo": Guidance, "shaping": Progress, "scpo": Matches}
 
 
-class Scripted(ScriptedEngine):
+class Scripted(test_policy.Scripted):
   """A policy that calls rightly, calls wrongly, or guesses; weights are not its affair."""
-
-  version = 0
 
   def load(self, params, version=None):
     self.version = version
 
 
 def wrote(text, rng):
+  if "Reply with one JSON object" in text:
+    return rng.choice(["well", *3 * [json.dumps({"progress": rng.choice([0, 0.25, 0.5, 1])})]])
   problem = text.split("user\n")[1].split("<|im_end|>")[0]
   if "tool\n" in text:
     return text.rsplit("tool\n", 1)[1].split("<|im_end|>")[0]
@@ -49,7 +49,7 @@ def wrote(text, rng):
 
 
 def scripted(config, parts, params, *, version=0):
-  return Scripted(parts.chat.tokenizer, parts.chat.eot, wrote)
+  return Scripted(parts.chat.tokenizer, parts.chat.eot, wrote, capacity=5000)
 
 
 def run(monkeypatch, changes):
@@ -95,9 +95,10 @@ def check(name, batch, trajectories):
     np.testing.assert_allclose(batch.columns["potential"][called, 1:3], [[0.5, 1.0]] * called.sum())
   elif name == "taspo":
     gain = (batch.columns["logp_privileged"] != 0) & batch.columns["executable"]
-    wins = np.array([won[batch.group == g].sum() for g in range(2)])
-    mixed = (wins > 0) & (wins < 4)
-    helped = mixed[batch.group] & ((wins[batch.group] > 1) | ~won)
+    source = won & np.array(["<calc>" in words[0] for words in said])  # a lucky guess teaches nothing
+    sources = np.array([source[batch.group == g].sum() for g in range(2)])[batch.group]
+    mixed = np.array([0 < won[batch.group == g].mean() < 1 for g in range(2)])[batch.group]
+    helped = mixed & (sources > source)
     np.testing.assert_array_equal(gain.any(1), helped)
   else:
     assert (batch.columns["step_credit"][won] == 0).all() and (batch.columns["anchor"][:, 0] >= 0).all()
@@ -120,6 +121,18 @@ def test_a_rollout_without_a_verdict_is_invalid_and_counted(monkeypatch):
     np.testing.assert_array_equal(~batch.valid, mute)
     assert record["judge/unparsed"] == record["judge/invalid"] == sum(mute)
   assert sum(r["judge/invalid"] for r in records) > 0
+
+
+def test_the_policy_as_its_own_judge(monkeypatch):
+  changes = {"method.name": "shaping", "judge.backend": "policy", "judge.votes": 3, "judge.max_tokens": 40}
+  records, batches, weights = run(monkeypatch, changes)
+  assert all(r["judge/calls"] > 0 and r["judge/failed"] == 0 and r["judge/tokens"] > 0 for r in records)
+  assert sum(r["judge/unparsed"] for r in records) > 0 and sum(r["judge/invalid"] for r in records) > 0
+  for batch, _ in batches:
+    assert batch.valid.any() and len(np.unique(batch.columns["potential"][batch.valid])) > 2
+  again, _, same = run(monkeypatch, changes)
+  assert [r["loss"] for r in records] == [r["loss"] for r in again]
+  jax.tree.map(np.testing.assert_array_equal, weights, same)
 
 
 def test_what_a_resumed_run_is_told(monkeypatch, tmp_path):
@@ -211,7 +224,7 @@ def lawless(digits=1, operators="+"):
 
 def test_the_environments_own_progress_needs_no_judge():
   config = configuration.load(None, {**TINY, "env.name": "workflow", "env.options": {}, "method.name": "shaping"})
-  assert build(config).method == PRESETS["shaping"]()
+  assert build(config).method.annotators == PRESETS["shaping"]().annotators
   judged = build(dataclasses.replace(config, judge=configuration.Judge(backend="rules"))).method
   assert judged.annotators == (Progress(),)
 

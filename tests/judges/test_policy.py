@@ -35,6 +35,9 @@ class Kept:
     async with asyncio.timeout(timeout):
       return await self.session.sample(sampling)
 
+  def append(self, ids):
+    self.session.append(ids)
+
   def close(self):
     self.session.close()
 

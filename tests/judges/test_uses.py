@@ -434,6 +434,11 @@ def test_guidance_is_cut_between_items():
   assert guidance.compose(items, limit=500).count("\n- ") == 2  # said once
 
 
+def test_an_item_without_evidence_does_not_parse():
+  with pytest.raises(Unparsed, match="'do' cites no step"):
+    guidance.read_items(json.dumps({"items": [item("do", steps=())]}), 8, 1)
+
+
 # SCPO
 
 

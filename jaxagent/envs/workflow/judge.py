@@ -17,12 +17,13 @@ CALLS = "every tool call is understood"
 class Attempt:
   """A replay: after each step the scores of the stages, the potential, and what was replied."""
 
-  def __init__(self, task: Task, actions: list[Action]):
-    workspace = Workspace(dict(task.files))
+  def __init__(self, task: Task, actions: list[Action], max_calls: int):
+    workspace, left = Workspace(dict(task.files)), max_calls
     self.scores, self.potential = [task.contract.scores(workspace.files)], [task.contract.potential(workspace.files)]
     self.replies: list[list[str]] = []
     for action in actions:
-      self.replies.append([workspace.reply(call) for call in action.calls])
+      self.replies.append([workspace.reply(call) for call in action.calls[:left]])
+      left -= len(self.replies[-1])
       self.scores.append(task.contract.scores(workspace.files))
       self.potential.append(task.contract.potential(workspace.files))
 
@@ -39,7 +40,7 @@ class Attempt:
     return None
 
 
-def judge(task: Task, kind: str, facts: dict[str, Any]) -> str:
+def judge(task: Task, kind: str, facts: dict[str, Any], *, max_calls: int) -> str:
   """The reply in the form that the prompt of this kind asks for. ValueError: a kind that these rules do not know."""
   if kind in ("draco/task", "draco/rollout", "draco/merge"):
     return json.dumps({"criteria": _criteria(task) if kind == "draco/task" else _known(kind, facts)})
@@ -52,7 +53,7 @@ def judge(task: Task, kind: str, facts: dict[str, Any]) -> str:
   }  # fmt: skip
   if kind not in answers:
     raise ValueError(f"the rules of workflow do not answer {kind!r}")
-  return json.dumps(answers[kind](task, Attempt(task, facts["actions"]), facts))
+  return json.dumps(answers[kind](task, Attempt(task, facts["actions"], max_calls), facts))
 
 
 def _progress(task: Task, attempt: Attempt, facts: dict[str, Any]) -> dict[str, float]:
@@ -117,7 +118,8 @@ def _evidence(task: Task, attempt: Attempt, facts: dict[str, Any]) -> dict[str, 
   for (name, _), (when, rule) in zip(task.contract.stages, sorted(_conditions(task).items(), key=_by_stage(task))):
     scores = [scores[name] for scores in attempt.scores]
     steps = [step + 1 for step in range(len(attempt.replies)) if scores[step + 1] > scores[step]]
-    found.append({"guidance": rule, "when": when, "steps": steps})
+    if steps:
+      found.append({"guidance": rule, "when": when, "steps": steps})
   return {"items": found}
 
 

@@ -119,7 +119,7 @@ class Workflow:
     """What the task's contract says of an attempt: see `jaxagent.judges`."""
     index = question.facts["task"]
     task = self.task(self.domains[index % len(self.domains)], "train", task_seed("train", index))
-    return rules.judge(task, question.kind, dict(question.facts))
+    return rules.judge(task, question.kind, dict(question.facts), max_calls=self.max_calls)
 
   def opening(self, task: Task) -> tuple[Message, ...]:
     words = task.rules if self.rules == "prompt" else f"Do what {RULES_FILE} says, then write done."
