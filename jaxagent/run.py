@@ -62,9 +62,10 @@ def train(
 ) -> loop.RunState:
   """Trains by `config` into its run folder and returns the final state.
 
-  `method`, `env`, `tx` and `critic_tx` (any Optax chain) replace the sections of the config. The folder is `config.run.dir`, by
-  default `runs/<name>-<n>`; an explicit one that holds a run is a ValueError unless `resume`, and so is one that
-  another process is in. SIGINT and SIGTERM save, then raise KeyboardInterrupt. `profile`: the step to trace.
+  `method`, `env`, `tx` and `critic_tx` (any Optax chain) replace the sections of the config. The folder is
+  `config.run.dir`, by default `runs/<name>-<n>`; an explicit one that holds a run is a ValueError unless `resume`, and
+  so is one that another process is in. SIGINT and SIGTERM save, then raise KeyboardInterrupt. `profile`: the step to
+  trace.
   """
   replaced = {"method": method, "env": env, "tx": tx, "critic_tx": critic_tx}
   return in_folder(config, train_loop, replaced, name=name, resume=resume, profile=profile)

@@ -409,6 +409,7 @@ def test_the_turns_values_of_mpo_are_those_before_their_first_tokens():
   assert_allclose(means[0], means[1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_critic_begins_with_that_of_another_run(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   options = {"run__compilation_cache": None, "tracking__tensorboard": False, "run__steps": 1}
