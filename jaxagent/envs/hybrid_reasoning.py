@@ -100,6 +100,8 @@ class HybridReasoning:
 
   def demonstration(self, index: int) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
     """The inner one without thinking: its last message after `no_think`."""
+    if not hasattr(self.inner, "demonstration"):
+      raise ValueError(f"hybrid_reasoning: {self.env} has no demonstrations to warm-start from; set sft.steps to 0")
     messages, _ = self.inner.demonstration(index)
     prompt = tuple(message for message in messages if message["role"] in ("system", "user"))
     answer = {"role": "assistant", "content": self.no_think + messages[-1]["content"]}
