@@ -1,4 +1,4 @@
-"""docs/methods.md says of every public function what the code says: names, constants and the columns of presets."""
+"""docs/methods.md says of every public function what the code says, docs/systems.md names what there is."""
 
 import asyncio
 import importlib
@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from test_recipes import TABLE as RECIPES
 
 from jaxagent import methods
 
-TEXT = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
 PACKAGES = ("methods", "advantages", "rewards", "losses", "metrics", "scheduling")
 TASKS = {"spo_plus_plus": 4, "spo_muon": 4}
 
@@ -75,6 +77,29 @@ def test_presets_are_as_in_the_code(name):
     assert [x for x in quoted(row["defaults"]) if "=" in x and x.split("=")[1][:1] in "-(0123456789"] == numbers
   assert set(quoted(row["reads"])) == {*made.columns, *(made.needs - {"bootstrap"})}
   assert set(quoted(row["differs from"])) <= set(methods.PRESETS)
+
+
+def systems():
+  lines = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8").splitlines()
+  head, _, *body = ([c.strip() for c in line.split("|")[1:-1]] for line in lines if line.startswith("|"))
+  return [dict(zip(head, cells, strict=True)) for cells in body]
+
+
+def test_every_system_has_a_recipe_and_names_what_exists():
+  recipes = {path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml")}
+  assert sorted(Path(quoted(row["config"])[0]).stem for row in systems()) == sorted(recipes) and len(recipes) == 17
+  for row in systems():
+    for path in (*quoted(row["config"]), *quoted(row["notebook"])):
+      assert (ROOT / path).is_file(), path
+    text = (ROOT / quoted(row["config"])[0]).read_text(encoding="utf-8")
+    for name in quoted(row["preset"]):
+      assert name in methods.PRESETS and re.search(rf"^  name: (.*[:.])?{name}\b", text, re.MULTILINE), name
+    assert re.search(r"arXiv \d{4}\.\d{5}", row["paper"]) or "id not known" in row["paper"]
+
+
+def test_the_metrics_of_the_systems_are_those_that_the_recipes_are_tested_by():
+  said = {Path(quoted(row["config"])[0]).stem: row["metric"] for row in systems()}
+  assert said == {name: f"`{r.metric}` {'rises' if r.sign > 0 else 'falls'}" for name, r in RECIPES.items()}
 
 
 def test_the_snippets_of_the_engine_run(capsys):
