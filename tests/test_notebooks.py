@@ -45,7 +45,8 @@ def definitions(path):
 
 def test_there_are_notebooks():
   names = {path.name for path in NOTEBOOKS}
-  assert {"01_credit.ipynb", "02_objectives.ipynb", "03_muon.ipynb", "04_prefix_sliding.ipynb"} <= names
+  wanted = {"01_credit", "02_objectives", "03_muon", "04_prefix_sliding", "05_agents", "06_team"}
+  assert {f"{name}.ipynb" for name in wanted} <= names
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
