@@ -229,6 +229,45 @@ def test_a_run_starts_from_another(finished, tmp_path, monkeypatch):
   assert cli.main(["train", write(tmp_path, run__steps=1), "--run.init_from", str(finished)]) == 0
 
 
+def test_sft_leaves_a_run_to_start_from(finished, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  config = write(tmp_path, run__steps=1, sft={"steps": 2, "batch": 4})
+  assert cli.main(["sft", config, "--sft.source", str(finished), "--sft.filter", "none"]) == 0
+  assert "sft.filter none keeps 16 rows, of 4 tasks, among 16 rollouts" in capsys.readouterr().out
+  records = [json.loads(line) for line in (tmp_path / "runs/tiny-sft-1/metrics.jsonl").read_text().splitlines()]
+  assert [(r["phase"], r["step"]) for r in records] == [("sft", 1), ("sft", 2), ("eval", 0)]
+  assert cli.main(["train", config, "--sft.steps", "0", "--run.init_from", "runs/tiny-sft-1"]) == 0
+  for words, said in {
+    ("--sft.steps", "0"): "sft.steps is 0",
+    ("--sft.filter", "pareto"): "set sft.source to a run",
+    ("--sft.source", "nowhere"): "nowhere is not a run's folder",
+    ("--sft.source", str(finished), "--sft.filter", "pareto"): "keeps none of the 16 rollouts",
+    ("--sft.source", str(finished), "--sft.filter", "none", "--rollout.max_tokens", "20"): "raise rollout.max_tokens",
+  }.items():
+    assert cli.main(["sft", config, *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+
+
+def test_funnel_keeps_its_states_and_goes_on(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  section = {"candidates": ["use the tool", "check the sum"], "max_tokens": 40, "gate_tasks": 2}
+  config = write(tmp_path, method="experience_funnel", rollout__max_tokens=128, funnel=section)
+  assert cli.main(["funnel", config, "--run.steps", "1"]) == 0
+  assert cli.main(["funnel", config, "--run.steps", "2", "--resume"]) == 0
+  states = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs/tiny-1/states").iterdir())]
+  assert [s["proposed"]["skills"] for s in states] == [["use the tool"], ["check the sum"]]
+  assert states[-1]["state"]["refused"] == ["use the tool", "check the sum"]  # a random policy solves nothing
+  records = [json.loads(line) for line in (tmp_path / "runs/tiny-1/metrics.jsonl").read_text().splitlines()]
+  assert [(r["phase"], r["step"]) for r in records] == [
+    ("eval", 0), ("train", 1), ("eval", 1), ("train", 2), ("eval", 2),
+  ]  # fmt: skip
+  capsys.readouterr()
+  assert cli.main(["funnel", config, "--method", "grpo"]) == 2
+  error = capsys.readouterr().err
+  assert "set method.name to experience_funnel" in error and len(error.splitlines()) == 1
+
+
 def test_config_prints_what_would_run(tmp_path, capsys):
   assert cli.main(["config", write(tmp_path), "--rollout.samples", "5"]) == 0
   assert yaml.safe_load(capsys.readouterr().out)["rollout"]["samples"] == 5
@@ -236,7 +275,10 @@ def test_config_prints_what_would_run(tmp_path, capsys):
   assert "rollout.samples" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["", "train", "eval", "sample", "serve", "config", "export", "rollouts"])
+COMMANDS = ("", "train", "sft", "funnel", "eval", "sample", "serve", "config", "export", "rollouts")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_everywhere(command, capsys):
   with pytest.raises(SystemExit) as end:
     cli.main([*command.split(), "--help"])
