@@ -7,6 +7,7 @@ with one id allowed, so their log-probs, versions and routing are the policy's, 
 import contextlib
 import dataclasses
 import random
+import re
 
 import jax
 import numpy as np
@@ -87,15 +88,18 @@ def joined(pieces: list[Completion]) -> Completion:
 
 
 def changed(texts: tuple[str, ...], habit: str) -> tuple[str, ...]:
-  """`late`: the last call is left out; with less than two, the last words are wrong. `early`: only the last words.
+  """`late`: the last call is left out; of less than two, a command of bash lacks a letter, or the last words are wrong.
 
-  `clumsy`: a call of a tool that there is not, first.
+  `early`: only the last words. `clumsy`: a call of a tool that there is not, first.
   """
   if habit == "clumsy":
     return ("<none>x</none>", *texts)
   if habit == "early":
     return texts[-1:]
   if habit == "late":
+    spoiled = re.sub(r"(<bash>\w+ )\w", r"\1", texts[0])
+    if spoiled != texts[0]:
+      return (spoiled, *texts[1:])
     return (*texts[:-2], texts[-1]) if len(texts) > 2 else (*texts[:-1], "-")
   return texts
 

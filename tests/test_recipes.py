@@ -79,9 +79,11 @@ TABLE = {
   "gepo": Recipe("method/advantage/size", -1, without=of_group),
   "teamgym": Recipe("method/piu/recall", off={"env.options.condition": "solo"}),
   "mpo": Recipe("method/advantage/within_turns", without=objective(advantage=(turn_gae,)), changes=CRITIC | CALLS),
-  "t1": Recipe("method/reward/partial", without=all_or_nothing, changes=CRITIC),
+  "t1": Recipe(
+    "method/reward/partial", without=all_or_nothing, changes={**CRITIC, "env.options.kinds": ["files", "data"]}
+  ),
   "draco": Recipe(WITHIN, without=of_group, changes=CALLS),
-  "taspo": Recipe(WITHIN, without=of_group, changes=CALLS),
+  "taspo": Recipe(WITHIN, without=of_group, changes={**CALLS, "method.options.scale": 0.02}),
   "envsched": Recipe(
     "scheduling/informativeness", off={"scheduling.explore": 0.999}, last=True,
     changes={"scheduling.pool": 12, "scheduling.uncertainty": 0.0, "scheduling.explore": 0.0},
