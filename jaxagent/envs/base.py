@@ -79,6 +79,7 @@ class Tasks(Protocol):
   """Where environments come from. `size` is the number of distinct tasks of a split ("train" or "eval"), None: endless.
 
   Tasks of different splits never coincide. `demonstration` (optional) is a whole solved conversation, for a warm start.
+  `skills` (optional) are texts that may help, for `jaxagent funnel` to try.
   """
 
   def size(self, split: str) -> int | None: ...

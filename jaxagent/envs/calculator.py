@@ -14,7 +14,7 @@ import dataclasses
 import operator
 import random
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxagent.envs import calculator_judge as rules
 from jaxagent.envs.base import Action, Malformed, Message, Observation, Step, ToolCall
@@ -95,6 +95,8 @@ class Calculator:
   max_turns: int = 4
   in_head: float = 0.0
   system: str | None = None
+
+  skills: ClassVar[tuple[str, ...]] = ("Call calc with the whole problem.", "Answer with the result alone.")
 
   def __post_init__(self):
     rules = [

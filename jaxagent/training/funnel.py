@@ -15,7 +15,6 @@ Reconstruction in part: only notes of the paper were available. Ours are: which 
 the frozen policy itself; the paper's experiments have a larger one.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -81,7 +80,7 @@ def train(
       state, text, start, evaluated = restore(parts, hooks)
     else:
       state, start, evaluated = loop.warm_start(config, parts, hooks, interrupt, examples)
-      text = Instructions(prompt=config.funnel.prompt)
+      text = first_state(config, parts)
     engine = build_engine(config, parts, state.train.params, version=start)
     tools = build_tools(config, parts.chat, engine, parts.tasks)
     reflect = reflect or build_reflect(config, parts.tasks, tools)
@@ -101,7 +100,7 @@ def train(
         if any(loop.evaluation_due(config, step) for step in range(last + 1, done + 1)):
           evaluate(parts, hooks, observers, interrupt, engine, text, done)
           evaluated = True
-        if done // config.run.checkpoint_every > last // config.run.checkpoint_every or done == config.run.steps:
+        if done // config.run.checkpoint_every > last // config.run.checkpoint_every or done >= config.run.steps:
           save(hooks, state, text, done, evaluated)
     except Interrupted:
       save(hooks, kept.state(), text, done, evaluated)
@@ -135,6 +134,18 @@ def check_funnel(config: Config, parts: Parts) -> None:
       f" too, got {config.funnel.max_tokens}"
     )
   gate_tasks(config, parts)
+
+
+def first_state(config: Config, parts: Parts) -> Instructions:
+  """The one of `funnel.prompt`. ValueError: it is longer than `funnel.max_tokens`."""
+  text, most = Instructions(prompt=config.funnel.prompt), config.funnel.max_tokens
+  if (length := tokens(parts, text)) > most:
+    raise ValueError(f"funnel.prompt has {length} tokens, but funnel.max_tokens is {most}; shorten it, or raise that")
+  return text
+
+
+def tokens(parts: Parts, text: Instructions) -> int:
+  return len(parts.chat.tokenizer.encode(text.text)) if text.text else 0
 
 
 def gate_tasks(config: Config, parts: Parts) -> range:
@@ -209,17 +220,16 @@ class Funnel:
       free = self.score(NONE)
     for step in range(start, start + self.config.funnel.round_steps):
       phases, key = Phases(), jax.random.fold_in(jax.random.key(self.config.seed), step)
-      with self.profiled(step):
-        with phases("rollout"), self.interrupt.allowed():
-          samples = self.sampled(state, key)
-        if step == start:
-          with phases("reflect"), self.interrupt.allowed():
-            proposed, text, edit = self.edited(text, samples.under(text))
-        with phases("rollout"), self.interrupt.allowed():
-          rows, measured = paired(
-            samples.under(NONE), samples.under(previous), samples.under(text), text=text,
-            persistent=self.config.funnel.persistent,
-          )  # fmt: skip
+      with phases("rollout"), self.interrupt.allowed():
+        samples = self.sampled(state, key)
+        before_edit = samples.under(previous)
+      if step == start:
+        with phases("reflect"), self.interrupt.allowed():
+          proposed, text, edit = self.edited(text, before_edit)
+      with phases("rollout"), self.interrupt.allowed():
+        rows, measured = paired(
+          samples.under(NONE), before_edit, samples.under(text), text=text, persistent=self.config.funnel.persistent
+        )
         state = dataclasses.replace(state, schedule=samples.schedule)
         state, record = self.learned(state, rows, samples, key, step, phases)
       record |= measured | samples.metrics | (edit if step == start else {})
@@ -231,7 +241,7 @@ class Funnel:
     record |= {
       "funnel/policy_accepted": float(accepted), "funnel/validation_free": free,
       "funnel/validation_free_after": after, **residual, "funnel/version": float(text.version),
-      "funnel/items": float(len(text.items)), "funnel/state_tokens": float(self.tokens(text)),
+      "funnel/items": float(len(text.items)), "funnel/state_tokens": float(tokens(self.parts, text)),
     }  # fmt: skip
     self.record(step, record, phases)
     told = {k: v for k, v in record.items() if k.startswith("funnel/")}
@@ -257,7 +267,7 @@ class Funnel:
 
   def score_of_edit(self, proposed: Instructions) -> float | None:
     """None where the text is too long, for `funnel.max_tokens` or for a task's prompt."""
-    if self.tokens(proposed) > self.config.funnel.max_tokens:
+    if tokens(self.parts, proposed) > self.config.funnel.max_tokens:
       return None
     try:
       return self.score(proposed)
@@ -282,9 +292,6 @@ class Funnel:
     if text.text not in self.scores:
       self.scores[text.text] = self.gate(self.engine, text)
     return self.scores[text.text]
-
-  def tokens(self, text: Instructions) -> int:
-    return len(self.parts.chat.tokenizer.encode(text.text)) if text.text else 0
 
   # the policy
 
@@ -333,9 +340,6 @@ class Funnel:
     return old, False, after
 
   # what is told
-
-  def profiled(self, step: int):
-    return self.hooks.profile(step + 1) if self.hooks.profile is not None else contextlib.nullcontext()
 
   def record(self, step: int, record: dict[str, Any], phases: Phases) -> None:
     seconds = phases.seconds

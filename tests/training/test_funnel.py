@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import os
+import signal
 
 import jax
 import numpy as np
@@ -95,7 +97,7 @@ def config_of(changes):
   return configuration.load(None, {**TINY, **changes})
 
 
-def scripted(monkeypatch, changes, learned=10**9, engine=Obedient):
+def scripted(monkeypatch, changes, learned=10**9, engine=Obedient, checkpointer=None):
   """A run with an engine that obeys: the states, records, what the observer saw, and the engine."""
   config, records, told, made = config_of(changes), [], [], []
   parts = build(config, env=Pool())
@@ -105,7 +107,7 @@ def scripted(monkeypatch, changes, learned=10**9, engine=Obedient):
     return made[-1]
 
   monkeypatch.setattr(funnel, "build_engine", build_engine)
-  hooks = loop.Hooks(record=records.append)
+  hooks = loop.Hooks(record=records.append, checkpointer=checkpointer)
   observers = funnel.Observers(state=lambda step, record: told.append((step, record)))
   state, text = funnel.train(config, parts, hooks=hooks, observers=observers)
   return parts, state, text, records, told, made[-1]
@@ -199,6 +201,28 @@ def test_rounds_of_several_steps(monkeypatch):
   assert [r["funnel/new"] for r in records] == [1, 1, 0, 0] and records[2]["funnel/persistent"] == 1
 
 
+class Knocking(Obedient):
+  """A signal arrives while the second round is validated, when the policy has been updated already."""
+
+  def load(self, params, version=None):
+    super().load(params, version)
+    if version == 2:
+      os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_saves_the_last_finished_round(tmp_path, monkeypatch):
+  changes = {"funnel.candidates": [GOOD, BAD], "run.steps": 2}
+  _, whole, text, _, _, _ = scripted(monkeypatch, {**changes, "run.steps": 1})
+  with Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(KeyboardInterrupt):
+      scripted(monkeypatch, changes, engine=Knocking, checkpointer=checkpointer)
+    assert checkpointer.latest() == 1
+    parts = build(config_of(changes), env=Pool())
+    state, saved, step, _ = funnel.restore(parts, loop.Hooks(checkpointer=checkpointer))
+  assert (saved, step) == (text, 1)
+  np.testing.assert_array_equal(flat(whole), flat(state))
+
+
 def play(config, folder=None, *, resume=False):
   records, told = [], []
   parts = build(config, env=Pool(Odd))
@@ -285,6 +309,7 @@ def test_paired_leaves_out_failures_and_rows_without_a_prompt_to_stand_under():
     ({"scheduling.rounds": 2}, "scheduling.rounds"),
     ({"funnel.max_tokens": 128}, "funnel.max_tokens must be less than"),
     ({}, "funnel.candidates is empty"),
+    ({"funnel.prompt": 49 * "x"}, "funnel.prompt has 49 tokens"),
     ({"funnel.reflect": "x"}, "funnel.reflect must be candidates, judge, or"),
     ({"funnel.reflect": "no_such_module:f"}, "funnel.reflect"),
     ({"funnel.reflect": "judge"}, "judge.backend"),
