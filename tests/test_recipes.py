@@ -1,6 +1,7 @@
 """Every recipe, shrunk: three steps are finite, its own part shows in its metric, and a resumed run is the same run."""
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -18,7 +19,10 @@ from jaxagent import config as configuration
 from jaxagent.advantages import turn_gae
 from jaxagent.envs.calculator import evaluate
 from jaxagent.envs.hybrid_reasoning import HybridReasoning, write_statistics
+from jaxagent.envs.registry import resolve
 from jaxagent.methods import Method, grpo, spo_plus_plus
+from jaxagent.models.chat import Chat
+from jaxagent.models.tokenizer import byte_tokenizer
 from jaxagent.training import funnel, loop
 from jaxagent.training.build import build, build_engine, build_method
 from jaxagent.training.checkpoint import Checkpointer
@@ -197,6 +201,18 @@ def test_three_steps_the_part_that_it_is_named_for_and_a_resume(name, shape, tmp
     assert checkpointer.steps() == [1]
     resumed, _ = run(made(), checkpointer=checkpointer, resume=True)
   np.testing.assert_array_equal(flat(whole), flat(resumed))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_demonstrations_fit_the_limits_of_the_recipe(name):
+  config = configuration.load(RECIPES / f"{name}.yaml")
+  options = {key: value for key, value in config.env.options.items() if key != "reference"}
+  tasks, chat = resolve(dataclasses.replace(config.env, options=options)), Chat(byte_tokenizer())
+  for index in range(64):
+    ids, action = chat.demonstration(*tasks.demonstration(index))
+    turns = [len(list(run)) for acts, run in itertools.groupby(action) if acts]
+    assert len(ids) <= config.rollout.max_tokens and len(turns) <= config.rollout.max_turns
+    assert max(turns) <= config.rollout.max_turn_tokens
 
 
 def test_every_recipe_is_in_the_table():
