@@ -39,7 +39,7 @@ from jaxagent.training.interrupt import Interrupt, Interrupted
 from jaxagent.training.judging import build_tools
 from jaxagent.training.loop import Hooks, RunState, Update
 from jaxagent.training.phases import NonFinite, Phases, out_of_memory_named
-from jaxagent.training.reflection import Reflect, build_reflect
+from jaxagent.training.reflection import Reflect, build_reflect, check_reflect
 from jaxagent.training.supervise import Examples
 from jaxagent.types import Trajectory
 
@@ -75,6 +75,8 @@ def train(
   `Interrupted` is raised.
   """
   check_funnel(config, parts)
+  if reflect is None:
+    check_reflect(config, parts.tasks)
   with Interrupt() as interrupt:
     if resume:
       state, text, start, evaluated = restore(parts, hooks)

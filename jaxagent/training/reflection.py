@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 from jaxagent.config import Config
@@ -97,19 +97,29 @@ def alternating(seen: Sequence[Episode]) -> list[Episode]:
   return [kind[i] for i in range(len(seen)) for kind in kinds if i < len(kind)]
 
 
-def build_reflect(config: Config, tasks: Tasks, tools: Tools) -> Reflect:
-  """Who `funnel.reflect` names. ValueError: no candidates, no judge, or no such function."""
+def check_reflect(config: Config, tasks: Tasks) -> None:
+  """What keeps `funnel.reflect` from proposing anything. ValueError: no candidates, no judge, or no such function."""
   how = config.funnel.reflect
   if how == "judge":
-    if tools.judge is None:
+    if config.judge.backend is None:
       raise ValueError("funnel.reflect is judge, but there is none; set judge.backend")
-    return Judged(tools.judge, tools.chat)
-  if ":" in how:
-    found: Callable[..., Awaitable[Instructions]] = attribute(how, what="funnel.reflect")
-    return found
-  if how != "candidates":
+  elif ":" in how:
+    attribute(how, what="funnel.reflect")
+  elif how != "candidates":
     raise ValueError(f"funnel.reflect must be candidates, judge, or my_package.module:my_reflect, got {how!r}")
-  skills = config.funnel.candidates or tuple(getattr(tasks, "skills", ()))
-  if not skills:
+  elif not candidates(config, tasks):
     raise ValueError(f"funnel.candidates is empty and env {config.env.name} has no skills; name skills to try")
-  return Candidates(tuple(skills))
+
+
+def candidates(config: Config, tasks: Tasks) -> tuple[str, ...]:
+  return config.funnel.candidates or tuple(getattr(tasks, "skills", ()))
+
+
+def build_reflect(config: Config, tasks: Tasks, tools: Tools) -> Reflect:
+  """Who `funnel.reflect` names; see `check_reflect`."""
+  check_reflect(config, tasks)
+  if config.funnel.reflect == "candidates":
+    return Candidates(candidates(config, tasks))
+  if config.funnel.reflect == "judge" and tools.judge is not None:
+    return Judged(tools.judge, tools.chat)
+  return attribute(config.funnel.reflect, what="funnel.reflect")
