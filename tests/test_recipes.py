@@ -23,9 +23,11 @@ from jaxagent.envs.registry import resolve
 from jaxagent.methods import Method, grpo, spo_plus_plus
 from jaxagent.models.chat import Chat
 from jaxagent.models.tokenizer import byte_tokenizer
+from jaxagent.training import build as building
 from jaxagent.training import funnel, loop
 from jaxagent.training.build import build, build_engine, build_method
 from jaxagent.training.checkpoint import Checkpointer
+from jaxagent.training.sharding import make_mesh
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "configs" / "recipes"
@@ -150,6 +152,7 @@ def guided(monkeypatch):
     known = Told() if skilled else demonstrated(parts.tasks, parts.chat, 4 * TASKS)
     return Guided(build_engine(config, parts, params, version=version), parts.chat, known)
 
+  monkeypatch.setattr(building, "make_mesh", lambda sizes: make_mesh(sizes, devices=jax.devices()[:1]))
   monkeypatch.setattr(loop, "build_engine", engine)
   monkeypatch.setattr(funnel, "build_engine", engine)
   monkeypatch.chdir(ROOT)
