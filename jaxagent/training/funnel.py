@@ -136,6 +136,7 @@ def check_funnel(config: Config, parts: Parts) -> None:
       f" too, got {config.funnel.max_tokens}"
     )
   gate_tasks(config, parts)
+  first_state(config, parts)
 
 
 def first_state(config: Config, parts: Parts) -> Instructions:
