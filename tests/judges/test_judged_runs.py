@@ -45,7 +45,8 @@ def wrote(text, rng):
   problem = text.split("user\n")[1].split("<|im_end|>")[0]
   if "tool\n" in text:
     return text.rsplit("tool\n", 1)[1].split("<|im_end|>")[0]
-  return rng.choice([f"<calc>{problem}</calc>", f"<calc>{problem}+1</calc>", "<calc>", "7", "<think>a</think>8"])
+  right, wrong = f"<calc>{problem}</calc>", [f"<calc>{problem}+1</calc>", "<calc>", "7", "<think>a</think>8"]
+  return rng.choice([right, right, right, *wrong])
 
 
 def scripted(config, parts, params, *, version=0):
@@ -89,7 +90,9 @@ def check(name, batch, trajectories):
     assert batch.columns["verdict"].shape == (8, 24)
   elif name == "cliff":
     first = np.array([np.flatnonzero(t.action)[0] for t in trajectories])
-    np.testing.assert_array_equal(batch.columns["first_error"][~won], first[~won])
+    ended = ~won & ~batch.truncated  # a failure that was cut short is wrong from the start, and nobody is asked
+    np.testing.assert_array_equal(batch.columns["first_error"][ended], first[ended])
+    assert (batch.columns["first_error"][won] == 0).all()
   elif name == "shaping":
     np.testing.assert_array_equal(batch.columns["potential"][:, 0], 0)
     called = np.array(["<calc>" in words[0] and won[i] for i, words in enumerate(said)])
