@@ -536,7 +536,6 @@ def plan_command(args: argparse.Namespace, rest: list[str]) -> int:
   from jaxagent import plan
 
   config = configuration.load(args.config, rest)
-  set_compilation_cache(config)
   only = plan.PROGRAMS if args.only is None else args.only
   planned = plan.plan(config, args.topology, only=only, say=lambda line: print(line, file=sys.stderr))
   print(plan.table(planned))

@@ -371,3 +371,14 @@ def test_an_interrupt_before_anything_runs_is_one_line(monkeypatch, capsys):
 def test_a_prompt_that_is_not_text(finished, capsys):
   assert cli.main(["sample", str(finished), "\udcff"]) == 2
   assert "not valid UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("topology, program, says", [
+  ("v9:2x2", "train", "no chip 'v9'"), ("v5e:2x2", "step", "no program 'step' to plan"),
+])  # fmt: skip
+def test_plan_refuses_in_one_line(topology, program, says, tmp_path, capsys):
+  config = tmp_path / "c.yaml"
+  config.write_text("model: {shape: {width: 16, layers: 1, heads: 2, mlp_width: 16}}\nenv: calculator\n")
+  assert cli.main(["plan", str(config), "--topology", topology, "--only", program]) == 2
+  (error,) = capsys.readouterr().err.splitlines()
+  assert error.startswith("jaxagent: error: ") and says in error
