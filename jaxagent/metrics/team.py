@@ -137,7 +137,10 @@ def piu_means(
   `waste`.
   """
   columns = {"recall": piu_recall, "unsurfaced": piu_unsurfaced, "undelivered": piu_undelivered, "waste": message_waste}
-  valid, n = jnp.asarray(valid, bool), jnp.maximum(jnp.sum(valid), 1)
+  given = {"piu_recall": piu_recall, "piu_unsurfaced": piu_unsurfaced, "piu_undelivered": piu_undelivered}
+  check_shapes(valid=(valid, "N"), message_waste=(message_waste, "N"), **{k: (x, "N") for k, x in given.items()})
+  valid = jnp.asarray(valid, bool)
+  n = jnp.maximum(jnp.sum(valid), 1)
   return {k: jnp.sum(jnp.where(valid, x, 0.0)) / n for k, x in columns.items() if x is not None}
 
 
