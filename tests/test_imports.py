@@ -63,3 +63,9 @@ def test_mathematics_imports_no_model_engine_or_tracker(package):
 def test_kernels_are_independent():
   for path in (ROOT.parent / "pallas_kernels").rglob("*.py"):
     assert not imported(path)
+
+
+def test_every_test_file_has_a_name_of_its_own():
+  """pytest imports them all into one namespace."""
+  names = [path.name for path in (ROOT.parent / "tests").rglob("test_*.py")]
+  assert sorted(set(names)) == sorted(names)

@@ -87,11 +87,12 @@ def check_decode(q, k_cache, v_cache, slot_position, position, prefix_length, wi
 
 def xla_decode(q, k, v, slot_position, position, prefix_length, options: Options):
   batch, _, new, width = q.shape
-  queries = q.reshape(batch, k.shape[1], -1, new, width)
+  rows = q.reshape(batch, k.shape[1], -1, width)  # the new tokens of a group's heads
   mask = visible(slot_position[:, None], position[..., None], 0, prefix_length[:, None, None], options.window)
-  s = jnp.where(mask[:, None, None], xla.scores(queries, k, options)[0], MASKED)
+  raw = xla.dot("bkrd,bksd->bkrs", rows, k).reshape(batch, k.shape[1], -1, new, k.shape[2])
+  s = jnp.where(mask[:, None, None], xla.scores(raw, options)[0], MASKED)
   p = jnp.exp2(s - jnp.maximum(jnp.max(s, -1, keepdims=True), FLOOR))
-  out = xla.over_keys(p.astype(v.dtype), v)
+  out = xla.dot("bkrs,bksd->bkrd", p.astype(v.dtype).reshape(*rows.shape[:3], -1), v).reshape(*p.shape[:-1], width)
   return (out / jnp.maximum(jnp.sum(p, -1), TINY)[..., None]).astype(q.dtype).reshape(q.shape)
 
 

@@ -141,7 +141,7 @@ def test_the_policy_as_its_own_judge(monkeypatch):
 
 def test_what_a_resumed_run_is_told(monkeypatch, tmp_path):
   """The endpoint's replies are read from the cache: the second run makes no call and ends with the same weights."""
-  from test_endpoint import Server, completion
+  from test_judge_endpoint import Server, completion
 
   rng = random.Random(0)
   score = lambda body: completion(json.dumps({"progress": rng.choice([0, 0.25, 0.5, 1])}))  # noqa: E731
