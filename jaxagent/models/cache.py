@@ -43,21 +43,6 @@ class Cache:
     return self.position["full"].shape[1] if "full" in self.position else None
 
 
-@pytree
-class Staged:
-  """A cache, and beside it the tokens of up to `steps` decoding steps that are not in their slots yet.
-
-  A loop of such steps changes small arrays, all rows at one place, and only reads the cache: to write each row at its
-  own slot in every step costs a CPU a third of the step, and a TPU a second copy of the cache.
-  """
-
-  cache: Cache
-  keys: tuple[Float[Array, "rows K d steps"], ...]
-  values: tuple[Float[Array, "rows K steps d"], ...]
-  position: Int[Array, "rows steps"]  # -1: no token
-  count: Int[Array, ""]  # steps so far
-
-
 class View(NamedTuple):
   """How the layers of one kind write and read t new tokens a row: `slot` past the end is not written.
 
@@ -135,55 +120,6 @@ def _sliding(stored, position, prefix_length, max_prefix, window) -> View:
   held = jnp.concatenate([before, position], axis=1) if beside else after
   mask = visible(held[:, None], position[..., None], 0, prefix[..., None], window)
   return View(after, slot, mask, slots, beside)
-
-
-def stage(cache: Cache, steps: int) -> Staged:
-  """`cache` with room for `steps` decoding steps beside it; `flush` writes them into it."""
-  return Staged(
-    cache,
-    tuple(jnp.zeros((*k.shape[:3], steps), k.dtype) for k in cache.keys),
-    tuple(jnp.zeros((*v.shape[:2], steps, v.shape[3]), v.dtype) for v in cache.values),
-    jnp.full((cache.rows, steps), -1, jnp.int32),
-    jnp.int32(0),
-  )
-
-
-def staged_masks(
-  config: DecoderConfig, staged: Staged, position: Int[Array, "B 1"], prefix_length: Int[Array, "B"] | None
-) -> dict[str, tuple[Array, Array]]:
-  """For each kind, what tokens at `position`, the last of those staged, see: of the cache, and of what is beside it.
-
-  What the cache holds from a row's first staged position on is of tokens taken back, or of another sequence.
-  """
-  first = jnp.min(jnp.where(staged.position >= 0, staged.position, jnp.iinfo(jnp.int32).max), 1, keepdims=True)
-
-  def seen(kind, held):
-    if kind == "full":
-      return ((held >= 0) & (held <= position))[:, None]
-    prefix = prefix_length if kind == "prefix_sliding" else jnp.zeros(position.shape[0], jnp.int32)
-    return visible(held[:, None], position[..., None], 0, prefix[:, None, None], config.window)
-
-  before = {kind: jnp.where(held < first, held, -1) for kind, held in staged.cache.position.items()}
-  return {kind: (seen(kind, held), seen(kind, staged.position)) for kind, held in before.items()}
-
-
-def flush(config: DecoderConfig, staged: Staged, *, prefix_length: Int[Array, "B"] | None = None) -> Cache:
-  """The cache with the staged tokens in their slots."""
-  cache, row = staged.cache, jnp.arange(staged.cache.rows)[:, None]
-  views = {k: view(config, k, held, staged.position, prefix_length, None) for k, held in cache.position.items()}
-  slots = [views[kind].slot for kind in cache.kinds]
-  return Cache(
-    tuple(
-      into.at[row, :, :, slot].set(new.transpose(0, 3, 1, 2), mode="drop")
-      for into, new, slot in zip(cache.keys, staged.keys, slots)
-    ),
-    tuple(
-      into.at[row, :, slot].set(new.swapaxes(1, 2), mode="drop")
-      for into, new, slot in zip(cache.values, staged.values, slots)
-    ),
-    {kind: seen.stored for kind, seen in views.items()},
-    cache.kinds,
-  )
 
 
 def reset_rows(cache: Cache, rows: Bool[Array, "rows"]) -> Cache:

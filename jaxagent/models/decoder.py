@@ -4,7 +4,6 @@ Declared in Flax NNX and split once: parameters are a plain nested dict, `params
 Training scans over the stack, decoding unrolls over what `prepare` unstacked.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from jaxtyping import Array, Float, Int
 from jaxagent.checks import concrete
 from jaxagent.models import cache as caches
 from jaxagent.models.attention import packed_attention
-from jaxagent.models.cache import Cache, Staged, View
+from jaxagent.models.cache import Cache, View
 from jaxagent.models.config import DecoderConfig
-from jaxagent.models.layers import attention, attention_to_parts, product, rms_norm, rotate, rotation
+from jaxagent.models.layers import attention, product, rms_norm, rotate, rotation
 from jaxagent.models.moe import FusedMoe, Moe
 from jaxagent.models.policy import Hidden, Params, Policy
 
@@ -306,68 +305,40 @@ def prepare(config: DecoderConfig, params: Params) -> Params:
 def extend(
   config: DecoderConfig,
   weights: Params,
-  cache: Cache | Staged,
+  cache: Cache,
   tokens: Int[Array, "B t"],
   position: Int[Array, "B t"],
   *,
   prefix_length: Int[Array, "B"] | None = None,
   slots: int | None = None,
-) -> tuple[Hidden, Cache | Staged]:
+) -> tuple[Hidden, Cache]:
   """Appends t tokens to each row of the cache and attends to the row, as `forward` with the same prefix does.
 
   A position of -1 is padding. A position at or past the capacity, if there is one, cannot be written: the caller ends
   such rows first. `prefix_length`, of a row's first prompt, is for prefix_sliding layers.
   `slots` (static) is a promise that no position in the rows reaches it: full attention reads only that many slots.
-  A `Staged` cache takes one token a row, beside what it holds.
   """
   _check_rows(config, tokens, None, position=position)
   _check_prefix(config, "prefix_length", prefix_length, tokens.shape[:1], "the length of each row's first prompt")
-  if isinstance(cache, Staged):
-    return _extend_staged(config, weights, cache, tokens, position, prefix_length)
   most = cache.capacity
   if cache.rows != tokens.shape[0] or (slots is not None and not 0 < slots <= (most or slots)):
     raise ValueError(
       f"extend: {tokens.shape[0]} rows and slots={slots} do not fit a cache of {cache.rows} rows and"
       f" {most} slots; pass one row of tokens per row of the cache and slots in [1, capacity]"
     )
-  views = {k: caches.view(config, k, held, position, prefix_length, slots) for k, held in cache.position.items()}
-  attends = [
-    functools.partial(_attend_to_cache, config, views[kind], keys, values)
-    for kind, keys, values in zip(cache.kinds, cache.keys, cache.values, strict=True)
-  ]
-  hidden, keys, values = _through_layers(config, weights, tokens, position, attends)
-  return hidden, Cache(keys, values, {kind: seen.stored for kind, seen in views.items()}, cache.kinds)
-
-
-def _extend_staged(config: DecoderConfig, weights: Params, staged: Staged, tokens, position, prefix_length):
-  """One decoding step: its tokens go beside the cache."""
-  if tokens.shape[1] != 1:
-    raise ValueError(f"a staged cache takes one token a row, got {tokens.shape[1]}; flush it first")
-  at = staged.count
-  held = jax.lax.dynamic_update_slice_in_dim(staged.position, position, at, 1)
-  staged = dataclasses.replace(staged, position=held, count=at + 1)
-  masks = caches.staged_masks(config, staged, position, prefix_length)
-  arrays = zip(staged.cache.keys, staged.cache.values, staged.keys, staged.values, strict=True)
-  attends = [
-    functools.partial(_attend_beside_cache, config, masks[kind], at, *each)
-    for kind, each in zip(staged.cache.kinds, arrays, strict=True)
-  ]
-  hidden, keys, values = _through_layers(config, weights, tokens, position, attends)
-  return hidden, dataclasses.replace(staged, keys=keys, values=values)
-
-
-def _through_layers(config: DecoderConfig, weights: Params, tokens, position, attends: list[Callable]):
-  """Hidden states, and the keys and values that each layer keeps."""
   graph = _graph(lambda: fuse(_new_layer(config)))
   turn = rotation(position, config.head_dim, config.rope_theta)
+  views = {k: caches.view(config, k, held, position, prefix_length, slots) for k, held in cache.position.items()}
   x, kept, reports = weights["embed"][tokens], [], []
-  for layer, attend in zip(weights["layers"], attends, strict=True):
+  for layer, kind, keys, values in zip(weights["layers"], config.kinds, cache.keys, cache.values, strict=True):
+    attend = functools.partial(_attend_to_cache, config, views[kind], keys, values)
     x, pair, aux = nnx.merge(graph, layer)(x, turn, attend)
     kept.append(pair)
     reports.append(aux)
   keys, values = zip(*kept)
   aux = {name: jnp.stack([report[name] for report in reports], axis=2) for name in reports[0]}
-  return Hidden(rms_norm(x, weights["final_norm"], config.norm_eps), aux), keys, values
+  cache = Cache(keys, values, {kind: seen.stored for kind, seen in views.items()}, cache.kinds)
+  return Hidden(rms_norm(x, weights["final_norm"], config.norm_eps), aux), cache
 
 
 def _attend_to_cache(config: DecoderConfig, view: View, keys, values, q, k, v):
@@ -383,15 +354,6 @@ def _attend_to_cache(config: DecoderConfig, view: View, keys, values, q, k, v):
   else:
     seen = written[0][..., : view.slots], written[1][:, :, : view.slots]
   return attention(q, *seen, view.mask, config.dtype), written
-
-
-def _attend_beside_cache(config: DecoderConfig, masks, at, keys, values, new_keys, new_values, q, k, v):
-  """Values read, and the staged keys and values with the new ones at step `at`."""
-  put = jax.lax.dynamic_update_slice_in_dim
-  new_keys = put(new_keys, k.astype(keys.dtype).transpose(0, 2, 3, 1), at, 3)
-  new_values = put(new_values, v.astype(values.dtype).swapaxes(1, 2), at, 2)
-  parts = [(keys, values, masks[0]), (new_keys, new_values, masks[1])]
-  return attention_to_parts(q, parts, config.dtype), (new_keys, new_values)
 
 
 def _check_prefix(config: DecoderConfig, name: str, given, shape, what: str) -> None:
@@ -443,8 +405,6 @@ def decoder_policy(config: DecoderConfig, *, rewind: int = REWIND) -> Policy:
     prepare=bound(prepare),
     cache=functools.partial(caches.empty, config, slack=rewind),
     extend=bound(extend),
-    stage=caches.stage,
-    flush=bound(caches.flush),
     axes=axes(config),
     prepared_axes=prepared_axes(config),
     cache_axes=caches.axes(config),

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -64,31 +63,16 @@ def attention(
   mask: Bool[Array, "B T S"],
   dtype: str = "float32",
 ) -> Float[Array, "B T H*d"]:
-  """softmax(q k / sqrt(d)) v where `mask`; H / K query heads share a key head. An empty mask gives finite garbage."""
-  return attention_to_parts(q, [(k, v, mask)], dtype)
-
-
-def attention_to_parts(
-  q: Float[Array, "B T H d"], parts: list[tuple[Array, Array, Array]], dtype: str = "float32"
-) -> Float[Array, "B T H*d"]:
-  """`attention` to the slots of all parts together, each the k, v and mask of some of them.
+  """softmax(q k / sqrt(d)) v where `mask`; H / K query heads share a key head. An empty mask gives finite garbage.
 
   Keys are transposed and the queries of a group are rows of one product: the forms that XLA batches well on a CPU.
   """
-  (batch, t, heads, d), kv_heads = q.shape, parts[0][1].shape[1]
+  (batch, t, heads, d), (kv_heads, slots) = q.shape, v.shape[1:3]
   q = (q * d**-0.5).reshape(batch, t, kv_heads, heads // kv_heads, d).transpose(0, 2, 3, 1, 4)
-  q = q.reshape(batch, kv_heads, -1, d)
-
-  def score(k, mask):
-    scores = product("bkqd,bkds->bkqs", q, k, dtype).reshape(batch, kv_heads, -1, t, k.shape[3])
-    return jnp.where(mask[:, None, None], scores, -1e30)
-
-  weights = jax.nn.softmax(jnp.concatenate([score(k, mask) for k, _, mask in parts], axis=-1), axis=-1)
-  weights = weights.reshape(batch, kv_heads, -1, weights.shape[-1])
-  ends = np.cumsum([k.shape[3] for k, _, _ in parts])[:-1]
-  read = sum(
-    product("bkqs,bksd->bkqd", part, v, dtype) for part, (_, v, _) in zip(jnp.split(weights, ends, -1), parts)
-  )
+  scores = product("bkqd,bkds->bkqs", q.reshape(batch, kv_heads, -1, d), k, dtype)
+  scores = scores.reshape(batch, kv_heads, -1, t, slots)
+  weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -1e30), axis=-1)
+  read = product("bkqs,bksd->bkqd", weights.reshape(batch, kv_heads, -1, slots), v, dtype)
   return read.reshape(batch, kv_heads, -1, t, d).transpose(0, 3, 1, 2, 4).reshape(batch, t, heads * d)
 
 

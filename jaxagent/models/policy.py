@@ -40,8 +40,6 @@ class Policy:
   anywhere before), or from position 0, a new sequence.
   `max_prefix`: None, or the longest first prompt of a policy that keeps it while the rest slides: then `extend` takes
   `prefix_length=` int32[B] too, the same at every call for one sequence, as `forward` takes `prefix_end`.
-  `stage(cache, steps)` and `flush(staged)`, both or none: a form of the cache that takes up to `steps` tokens a row by
-  `extend` with t = 1, and the cache with these written; `flush` takes `prefix_length=` as `extend` does.
   `axes`: a tree like `params` of tuples of logical axis names, for the sharding rules; `prepared_axes` and `cache_axes`
   are the same of prepared weights and of a cache, whose axis of rows is "rows" (None: the compiler places the weights,
   and only rows of the cache are split).
@@ -55,8 +53,6 @@ class Policy:
   extend: Callable[[Any, Cache, Int[Array, "B t"], Int[Array, "B t"]], tuple[Hidden, Cache]]
   axes: Any
   vocab_size: int
-  stage: Callable[[Cache, int], Any] | None = None
-  flush: Callable[..., Cache] | None = None
   prepared_axes: Any = None
   cache_axes: Any = None
   config: Any = None  # of the built-in decoder: what an export writes

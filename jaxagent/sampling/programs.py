@@ -124,8 +124,6 @@ def prefill(policy: Policy, axes, weights, cache, row: Int[Array, "R"] | None, t
 def decode(policy: Policy, axes, steps: int, weights, cache, row: Int[Array, "R"] | None, rows: Decoding):
   """Samples up to `steps` tokens in each row, until all have drawn a stop id or used what was left to them."""
   part, kept = _take(cache, axes, row), _kept(policy, rows.prefix_length)
-  if policy.stage is not None:
-    part = policy.stage(part, steps)
 
   def one(state):
     step, part, token, position, left, out = state
@@ -142,8 +140,6 @@ def decode(policy: Policy, axes, steps: int, weights, cache, row: Int[Array, "R"
   left = jnp.where(rows.position >= 0, rows.left, 0)
   start = (jnp.int32(0), part, rows.token, rows.position, left, _empty(policy, steps, weights, part, rows))
   _, part, _, _, _, out = jax.lax.while_loop(lambda s: (s[0] < steps) & jnp.any(s[4] > 0), one, start)
-  if policy.flush is not None:
-    part = policy.flush(part, **kept)
   return _put(cache, axes, row, part), out
 
 
