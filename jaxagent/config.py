@@ -591,7 +591,7 @@ def _judge_options(c: Config) -> list[tuple[bool, str]]:
 
 
 def _critic_options(c: Config) -> list[tuple[bool, str]]:
-  """The same for what critic.optimizer changes of the section optimizer."""
+  """What critic.optimizer may change of the section optimizer."""
   hints, found = {k.removeprefix("optimizer."): h for k, h in _KEYS.items() if k.startswith("optimizer.")}, []
   for key, value in c.critic.optimizer.items():
     if key == "learning_rate":
@@ -600,11 +600,12 @@ def _critic_options(c: Config) -> list[tuple[bool, str]]:
       found.append((False, f"critic.optimizer.{key} is not a key of the section optimizer: {', '.join(hints)}"))
     else:
       wanted = f"critic.optimizer.{key} must be {_wanted(hints[key])}, got {_shown(value)}"
-      found.append((_fits(hints[key], value), wanted))
+      found.append((fits(hints[key], value), wanted))
   return found
 
 
-def _fits(hint: Any, value: Any) -> bool:
+def fits(hint: Any, value: Any) -> bool:
+  """Whether a value is of a type and in its range, strictly: '3' and true are not integers."""
   try:
     pydantic.TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
   except pydantic.ValidationError:

@@ -148,6 +148,11 @@ def _over_mesh(run, x, experts, weights, into, down) -> Float[Array, "B T D"]:
   return jnp.sum(split(x, experts, weights, into, down), axis=0)
 
 
+def routing_dtype(config: DecoderConfig) -> type:
+  """The smallest integer type that numbers the experts."""
+  return jnp.int8 if config.experts <= jnp.iinfo(jnp.int8).max + 1 else jnp.int16
+
+
 class Moe(nnx.Module):
   """y = sum_k g_k E_k(x), E(x) = (silu(x gate) * (x up)) down, over the chosen experts."""
 
@@ -172,7 +177,7 @@ class Moe(nnx.Module):
       norm_topk_prob=c.norm_topk_prob,
       recorded=None if routing is None else routing.reshape(-1, c.experts_per_token),
     )
-    integer = jnp.int8 if c.experts <= jnp.iinfo(jnp.int8).max + 1 else jnp.int16
+    integer = routing_dtype(c)
 
     def by_token(y):
       return y.reshape(*x.shape[:2], -1)
@@ -185,6 +190,7 @@ class Moe(nnx.Module):
       live, _, _ = route(logits, experts_per_token=c.experts_per_token)
       aux["live_routing"] = by_token(live.astype(integer))
     return y, aux
+
 
 class FusedMoe(Moe):
   """The same with gate and up in one product: the layout for decoding."""

@@ -13,17 +13,17 @@ import numpy as np
 
 from jaxagent.config import Config
 from jaxagent.models.config import DecoderConfig
+from jaxagent.models.moe import routing_dtype
 from jaxagent.plan.chips import Chip, chip_of, topology_devices
 from jaxagent.plan.hlo import Collective, collectives
 from jaxagent.sampling import calls, programs
-from jaxagent.training.build import abstract_parts, updates_per_step
+from jaxagent.training.build import abstract_parts, engine_capacity, updates_per_step
 from jaxagent.training.loop import abstract_state
 from jaxagent.training.sharding import batch_sharding, make_mesh
 from jaxagent.training.step import make_scorer, make_train_step
 from jaxagent.types import TokenBatch
 
 PROGRAMS = ("train", "score", "prefill", "decode")
-STEPS_PER_CALL, PREFILL_TOKENS = 16, 1024  # the engine's
 KNOBS = {
   "train": "training.microbatch_rows or row_tokens lower, model.remat true, logprob_chunk lower, mesh.fsdp higher",
   "score": "training.microbatch_rows or row_tokens lower, training.logprob_chunk lower, mesh.fsdp higher",
@@ -116,29 +116,29 @@ def _score(config: Config, parts, mesh) -> ProgramPlan:
 
 
 def _prefill(config: Config, parts, mesh) -> ProgramPlan:
-  slots, capacity = config.rollout.slots, config.rollout.max_tokens
+  slots, capacity = config.rollout.slots, engine_capacity(config)
   made, weights, cache = _engine(config, parts, mesh)
-  rows, chunk = max(calls.prefill_shapes(slots, capacity, PREFILL_TOKENS), key=lambda shape: shape[0] * shape[1])
+  rows, chunk = max(calls.prefill_shapes(slots, capacity, calls.PREFILL_TOKENS), key=lambda shape: shape[0] * shape[1])
   row = None if rows == slots else np.zeros(rows, np.int32)
   tokens = np.zeros((rows, chunk), np.int32)
   held = {"weights": per_device(weights), "cache": per_device(cache)}
-  flops = forward_flops(parts.policy.config, rows * chunk, capacity / 2) / _weight_ways(mesh)
+  flops = forward_flops(parts.policy.config, rows * chunk, config.rollout.max_tokens / 2) / _weight_ways(mesh)
   empty = ProgramPlan("prefill", held, f"{rows * chunk} tokens", flops, held["weights"] + held["cache"])
   return _compiled(empty, lambda: made.prefill.lower(weights, cache, row, tokens, tokens, np.zeros(rows, np.int32)))
 
 
 def _decode(config: Config, parts, mesh) -> ProgramPlan:
-  slots, capacity = config.rollout.slots, config.rollout.max_tokens
+  slots = config.rollout.slots
   made, weights, cache = _engine(config, parts, mesh)
   rows = calls.filler(slots)
   held = {"weights": per_device(weights), "cache": per_device(cache)}
-  flops = forward_flops(parts.policy.config, slots, capacity / 2) / mesh.size
+  flops = forward_flops(parts.policy.config, slots, config.rollout.max_tokens / 2) / mesh.size
   empty = ProgramPlan("decode", held, f"a token of {slots} rows", flops, held["weights"] + held["cache"])
   return _compiled(empty, lambda: made.decode.lower(weights, cache, None, rows))
 
 
 def _engine(config: Config, parts, mesh) -> tuple[programs.Programs, Any, Any]:
-  shapes = {"slots": config.rollout.slots, "capacity": config.rollout.max_tokens, "steps": STEPS_PER_CALL}
+  shapes = {"slots": config.rollout.slots, "capacity": engine_capacity(config), "steps": calls.STEPS_PER_CALL}
   made = programs.programs_for(parts.policy, parts.params, mesh, **shapes)
   params = jax.tree.map(_placed, parts.params, made.params_sharding)
   weights = jax.tree.map(_placed, made.prepare.eval_shape(params), made.weights_sharding)
@@ -187,12 +187,11 @@ def abstract_batch(config: Config, parts, mesh) -> TokenBatch:
   real, whole, yes = column(jnp.float32), column(jnp.int32), column(jnp.bool_)
   old = updates_per_step(config) > 1 or "logp_old" in needs
   replays = model.experts and r.replay_routing
-  integer = jnp.int8 if model.experts <= 128 else jnp.int16
   return TokenBatch(
     tokens=whole, position=whole, segment=whole, turn=whole, prefix_end=whole, mask=yes, advantage=real, weight=real,
     aggregate=real, temperature=real, logp_rollout=real, logp_old=real if old else None,
     logp_ref=real if "logp_ref" in needs else None, value=real if "value" in needs else None,
-    routing=column(integer, model.layers, model.experts_per_token) if replays else None,
+    routing=column(routing_dtype(model), model.layers, model.experts_per_token) if replays else None,
     columns={name: real for name in parts.method.columns},
   )  # fmt: skip
 

@@ -139,15 +139,20 @@ def demonstrations_batch(
 def _demonstration(tasks: Tasks, chat: Chat, index: int, row: int) -> Trajectory:
   ids, action = chat.demonstration(*tasks.demonstration(index))
   trajectory = Trajectory(task=index, group=row, rollout=row, outcome=1.0, status="done")
-  edges = [0, *np.flatnonzero(np.diff(action)) + 1, len(ids)]
+  append_turns(trajectory, ids, np.where(action, 0, -1))
+  return trajectory
+
+
+def append_turns(trajectory: Trajectory, ids: Sequence[int] | np.ndarray, turn: np.ndarray) -> None:
+  """Tokens to imitate, with logp_rollout and rewards of 0: each run of one number is a turn, of -1 context."""
+  edges = [0, *np.flatnonzero(np.diff(turn)) + 1, len(ids)]
   for start, end in itertools.pairwise(edges):
-    if action[start]:
+    if turn[start] >= 0:
       zeros = np.zeros(end - start)
       trajectory.append_action(Completion(ids[start:end], zeros, zeros, zeros, "stop"))
       trajectory.turn_reward.append(0.0)
     else:
       trajectory.append_context(ids[start:end])
-  return trajectory
 
 
 def _check_row(row: Trajectory, tokens: int) -> None:

@@ -58,7 +58,7 @@ async def collect_async(
     return episode
 
   jobs = [one(group, index, sample) for group, index in enumerate(indices) for sample in range(samples)]
-  return [trajectory for episode in await _all(jobs) for trajectory in episode]
+  return [trajectory for episode in await together(jobs) for trajectory in episode]
 
 
 def collect(engine, chat: Chat, tasks: Tasks, **arguments) -> list[Trajectory]:
@@ -76,7 +76,8 @@ def run(job: Coroutine[Any, Any, Result]) -> Result:
     return thread.submit(asyncio.run, job).result()
 
 
-async def _all(jobs: list) -> list:
+async def together(jobs: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+  """The results; after a first error the others are cancelled, and waited for."""
   running = [asyncio.ensure_future(job) for job in jobs]
   try:
     return await asyncio.gather(*running)

@@ -8,6 +8,7 @@ import numpy as np
 from jaxagent.sampling import programs, rules
 from jaxagent.sampling.session import Session, Turn
 
+STEPS_PER_CALL, PREFILL_TOKENS = 16, 1024  # an engine's by default
 CHUNKS = (16, 128)  # tokens of a row that one prefill call processes
 FEW = 4  # rows of the small prefill call; twice as many in the small decode call
 CALL_COST = 256  # what a prefill call costs beside its tokens, in tokens

@@ -1,7 +1,5 @@
 """Facts from outside the arrays, between collecting rollouts and computing the objective."""
 
-import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +12,7 @@ from jaxagent.methods.annotators import Given, Rescore
 from jaxagent.methods.objective import Annotator
 from jaxagent.models.chat import Chat
 from jaxagent.rollout.batch import column
+from jaxagent.rollout.collect import run, together
 from jaxagent.sampling.engine import Engine
 from jaxagent.types import Rollouts, Trajectory
 
@@ -53,12 +52,12 @@ def annotate(
   asked = [annotator for annotator, held in zip(annotators, there) if not held]
   jobs = [(annotator, group) for annotator in asked for group in rows.values()]
 
-  async def run() -> list[Mapping[str, Any]]:
+  async def answers() -> list[Mapping[str, Any]]:
     async with _entered(tools):
-      return await _together([a([trajectories[i] for i in group], tools) for a, group in jobs])
+      return await together([a([trajectories[i] for i in group], tools) for a, group in jobs])
 
   entries: dict[str, dict[int, Any]] = {}
-  for (annotator, group), columns in zip(jobs, _run(run)):
+  for (annotator, group), columns in zip(jobs, run(answers())):
     if set(columns) != set(annotator.columns):
       raise ValueError(f"{type(annotator).__name__} declares {annotator.columns} but returned {tuple(columns)}")
     for name, values in columns.items():
@@ -127,25 +126,3 @@ def _asks(entry: Any) -> bool:
 def _entered(tools: Tools | None):
   judge = getattr(tools, "judge", None)
   return contextlib.nullcontext() if judge is None else judge
-
-
-async def _together(jobs: list) -> list:
-  """The results; after a first error the others are cancelled, and waited for."""
-  running = [asyncio.ensure_future(job) for job in jobs]
-  try:
-    return await asyncio.gather(*running)
-  except BaseException:
-    for job in running:
-      job.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    raise
-
-
-def _run(job) -> list:
-  """The coroutine's result, also where an event loop is running already (a notebook)."""
-  try:
-    asyncio.get_running_loop()
-  except RuntimeError:
-    return asyncio.run(job())
-  with concurrent.futures.ThreadPoolExecutor(1) as thread:
-    return thread.submit(asyncio.run, job()).result()

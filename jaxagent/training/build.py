@@ -1,15 +1,13 @@
 """From a configuration to what a run is made of: policy, chat, tasks, method, optimizer, mesh, engine."""
 
 import dataclasses
-import json
 import typing
 from typing import Any
 
 import jax
 import optax
-import pydantic
 
-from jaxagent.config import Config
+from jaxagent.config import Config, fits
 from jaxagent.envs.base import Tasks
 from jaxagent.envs.importing import attribute
 from jaxagent.envs.registry import resolve
@@ -75,7 +73,10 @@ def build(
 
 
 def abstract_parts(config: Config, mesh: jax.sharding.Mesh) -> Parts:
-  """The same on any mesh, with shapes for parameters: for programs that are compiled and not run. It has no judge."""
+  """The same on any mesh, with shapes for parameters: for programs that are compiled and not run. It has no judge.
+
+  A model that has a path is read, for its shape.
+  """
   check_rows(config.training.microbatch_rows, mesh)
   if config.model.path is None:
     policy, chat = new_model(config)
@@ -135,11 +136,9 @@ def check_shape(shape: dict[str, Any]) -> None:
     raise ValueError(f"model.shape needs {', '.join(lacking)}; or give model.path, a model that has them")
   hints = typing.get_type_hints(DecoderConfig)
   for key, value in shape.items():
-    try:
-      pydantic.TypeAdapter(hints[key]).validate_json(json.dumps(value), strict=True)
-    except pydantic.ValidationError:
+    if not fits(hints[key], value):
       kind = str(fields[key].type).removeprefix("<class '").removesuffix("'>")
-      raise ValueError(f"model.shape.{key} must be of type {kind}, got {value!r}") from None
+      raise ValueError(f"model.shape.{key} must be of type {kind}, got {value!r}")
 
 
 def build_method(config: Config) -> Method:
@@ -191,17 +190,21 @@ def build_critic(
 
 
 def build_engine(config: Config, parts: Parts, params: Any, *, version: int = 0) -> Engine:
-  asked = config.judge.context if config.judge.backend == "policy" else 0  # questions to the policy about itself
   return Engine(
     parts.policy,
     params,
     tokenizer=parts.chat.tokenizer,
     mesh=parts.mesh,
     slots=config.rollout.slots,
-    capacity=max(config.rollout.max_tokens, asked),
+    capacity=engine_capacity(config),
     seed=config.seed,
     version=version,
   )
+
+
+def engine_capacity(config: Config) -> int:
+  asked = config.judge.context if config.judge.backend == "policy" else 0  # questions to the policy about itself
+  return max(config.rollout.max_tokens, asked)
 
 
 def updates_per_step(config: Config) -> int:

@@ -38,7 +38,7 @@ from jaxagent.training.build import Parts, build_engine
 from jaxagent.training.interrupt import Interrupt, Interrupted
 from jaxagent.training.judging import build_tools
 from jaxagent.training.loop import Hooks, RunState, Update
-from jaxagent.training.phases import NonFinite, Phases, out_of_memory_named
+from jaxagent.training.phases import Phases
 from jaxagent.training.reflection import Reflect, build_reflect, check_reflect
 from jaxagent.training.supervise import Examples
 from jaxagent.types import Trajectory
@@ -233,8 +233,8 @@ class Funnel:
         rows, measured = paired(
           samples.under(NONE), before_edit, samples.under(text), text=text, persistent=self.config.funnel.persistent
         )
-        state = dataclasses.replace(state, schedule=samples.schedule)
-        state, record = self.learned(state, rows, samples, key, step, phases)
+      state = dataclasses.replace(state, schedule=samples.schedule)
+      state, record = self.learned(state, rows, samples, key, step, phases)
       record |= measured | samples.metrics | (edit if step == start else {})
       if step + 1 < start + self.config.funnel.round_steps:
         self.record(step, record, phases)
@@ -319,11 +319,7 @@ class Funnel:
       scored = dataclasses.replace(alone, logp_old=self.update.score(state.train.params, alone))
       gap = self.update.gap(scored)
     state, record = self.update(state, rollouts, key=key, phases=phases, step=step)
-    if record["nonfinite"]:
-      kept = self.hooks.dump(step + 1, rollouts, rows)
-      raise NonFinite(
-        f"step {step + 1}: loss or gradient is not finite, the update was not applied; the batch is kept in {kept}"
-      )
+    loop.check_finite(self.hooks, step, record, rollouts, rows)
     with phases("load"):
       self.load(state, step + 1)
     return state, record | gap | loop.rollout_metrics(rollouts, free) | judged
@@ -345,16 +341,9 @@ class Funnel:
   # what is told
 
   def record(self, step: int, record: dict[str, Any], phases: Phases) -> None:
-    seconds = phases.seconds
-    record["tokens_per_second/rollout"] = record["funnel/sampled_tokens"] / seconds["rollout"]
-    record["tokens_per_second/update"] = record["tokens"] / (seconds["update"] + seconds["score"])
-    times = {**phases.metrics(), "time/step": sum(seconds.values())}
+    times = loop.times(phases, sampled=record["funnel/sampled_tokens"], updated=record["tokens"])
     self.hooks.record({"step": step + 1, "phase": "train", **record, **times})
-    if record["logp_gap/max"] > self.config.tracking.gap_warning:
-      self.hooks.warn(
-        f"step {step + 1}: sampler and trainer differ by {record['logp_gap/max']:.3g} nats on a token"
-        f" (tracking.gap_warning is {self.config.tracking.gap_warning})"
-      )
+    loop.warn_of_gap(self.config, self.hooks, step, record)
 
 
 class Samples:
@@ -481,19 +470,12 @@ def evaluate(
 
 
 def save(hooks: Hooks, state: RunState, text: Instructions, step: int, evaluated: bool) -> None:
-  if hooks.checkpointer is None:
-    return
-  with out_of_memory_named("checkpoint"):
-    hooks.checkpointer.wait()
-    if hooks.checkpointer.latest() != step:
-      hooks.checkpointer.save(step, state, {"evaluated": evaluated, "funnel": text.to_json()})
+  loop.save(hooks, state, step, evaluated=evaluated, funnel=text.to_json())
 
 
 def restore(parts: Parts, hooks: Hooks) -> tuple[RunState, Instructions, int, bool]:
   """ValueError: the run that is there was none of a funnel."""
-  if hooks.checkpointer is None:
-    raise ValueError("resume needs a checkpointer")
-  restored = hooks.checkpointer.restore(loop.abstract_state(parts))
+  restored = loop.newest(parts, hooks)
   if "funnel" not in restored.meta:
     raise ValueError("the run was not made by jaxagent funnel; continue it with train, or begin a new one")
   text = Instructions.from_json(restored.meta["funnel"])

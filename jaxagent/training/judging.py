@@ -93,13 +93,13 @@ def check_judge(config: Config, tasks: Tasks) -> None:
     _endpoint(config)
 
 
-def build_tools(config: Config, chat: Chat, engine: Engine, tasks: Tasks, *, cache: str | None = None) -> Tools:
-  """What annotators may use. `cache`: the folder of replies where the config says "auto"; None keeps none on disk."""
+def build_tools(config: Config, chat: Chat, engine: Engine, tasks: Tasks) -> Tools:
+  """What annotators may use. Where `judge.cache` is still "auto", no run's folder keeps the replies."""
   c = config.judge
   encoder = None if c.encoder is None else build_encoder(c.encoder)
   if c.backend is None:
     return Tools(chat, engine, None, encoder)
-  folder = cache if c.cache == "auto" else c.cache
+  folder = None if c.cache == "auto" else c.cache
   kept = Cache(folder) if folder is not None and c.backend == "endpoint" else None
   judge = _backend(config, chat, engine, tasks)
   return Tools(chat, engine, Panel(judge, votes=c.votes, cache=kept, concurrency=c.concurrency), encoder)

@@ -28,7 +28,7 @@ from jaxagent.rollout.packing import unpack
 from jaxagent.rollout.truncation import truncate_backprop
 from jaxagent.sampling.engine import Engine
 from jaxagent.sampling.request import Sampling
-from jaxagent.training.annotate import annotate, lost_rollouts, with_columns
+from jaxagent.training.annotate import Rescorer, Tools, annotate, lost_rollouts, with_columns
 from jaxagent.training.build import Parts, build_engine, updates_per_step
 from jaxagent.training.critic import WITHOUT_MEMORY, Fit, begin, check_critic, frozen
 from jaxagent.training.interrupt import Interrupt, Interrupted
@@ -92,7 +92,7 @@ def train(
         _evaluate(hooks, interrupt, engine, start)
         evaluated = True
       if start == 0 and config.sft.steps:
-        _save(hooks, state, 0, evaluated)
+        save(hooks, state, 0, evaluated=evaluated)
       for step in range(start, config.run.steps):
         with _profiled(hooks, step):
           state, record = _step(config, parts, hooks, interrupt, engine, tools, update, state, step)
@@ -103,9 +103,9 @@ def train(
           _evaluate(hooks, interrupt, engine, done)
           evaluated = True
         if done % config.run.checkpoint_every == 0 or done == config.run.steps:
-          _save(hooks, state, done, evaluated)
+          save(hooks, state, done, evaluated=evaluated)
     except Interrupted:
-      _save(hooks, state, done, evaluated)
+      save(hooks, state, done, evaluated=evaluated)
       raise
     finally:
       if hooks.checkpointer is not None:
@@ -278,43 +278,59 @@ def sampled(
   With `scheduling.rounds` above 1, groups of equal outcomes make room for those of further tasks, so often at most.
   """
   prompts, samples = config.rollout.prompts, config.rollout.samples
-  kept, equal, taken, metrics = [], [], [], {}
-  for attempt in range(config.scheduling.rounds):
-    choice, rollout = (jax.random.fold_in(key, stream) for stream in (CHOICE, ROLLOUT))
-    if attempt:
-      choice, rollout = (jax.random.fold_in(k, attempt) for k in (choice, rollout))
+
+  def one(schedule, taken, choice, rollout):
     indices, schedule, chosen = parts.scheduler.choose(schedule, choice, taken)
     if not indices:
-      break
-    taken += indices
-    metrics = metrics or chosen
+      return [], [], schedule, chosen
     trajectories = collect(
       engine, parts.chat, parts.tasks, split="train", indices=indices, samples=samples,
       sampling=sampling_rules(config), limits=limits(config), key=rollout,
     )  # fmt: skip
-    schedule = parts.scheduler.update(schedule, trajectories, engine.version)
-    groups = [[t for t in trajectories if t.group == i] for i in range(len(indices))]
-    for group, differs in zip(groups, mixed(trajectories)):
-      (kept if differs else equal).append(group)
-    if len(kept) >= prompts:
-      break
-  groups = [*kept, *equal]
-  dropped = [t for group in groups[prompts:] for t in group]
+    return indices, trajectories, parts.scheduler.update(schedule, trajectories, engine.version), chosen
+
+  keys = [jax.random.fold_in(key, stream) for stream in (CHOICE, ROLLOUT)]
+  indices, trajectories, schedule, metrics = one(schedule, [], *keys)
   if config.scheduling.rounds == 1:
     return trajectories, schedule, metrics
-  metrics |= {
-    "scheduling/rounds": attempt + 1.0,
-    "scheduling/dropped_groups": float(max(len(groups) - prompts, 0)),
-    "scheduling/dropped_tokens": float(sum(sum(t.action) for t in dropped)),
-  }
+  taken, (differing, equal), rounds = indices, by_outcome(trajectories), 1
+  while len(differing) < prompts and rounds < config.scheduling.rounds:
+    indices, trajectories, schedule, _ = one(schedule, taken, *(jax.random.fold_in(k, rounds) for k in keys))
+    if not indices:
+      break
+    more = by_outcome(trajectories)
+    taken, differing, equal, rounds = taken + indices, differing + more[0], equal + more[1], rounds + 1
+  groups = differing + equal
   for i, group in enumerate(groups[:prompts]):
     for t in group:
       t.rollout += (i - t.group) * samples
       t.group = i
-  return [t for group in groups[:prompts] for t in group], schedule, metrics
+  return [t for group in groups[:prompts] for t in group], schedule, metrics | {
+    "scheduling/rounds": float(rounds),
+    "scheduling/dropped_groups": float(max(len(groups) - prompts, 0)),
+    "scheduling/dropped_tokens": float(sum(sum(t.action) for group in groups[prompts:] for t in group)),
+  }
 
 
-def _step(config, parts, hooks, interrupt, engine, tools, update, state, step):
+def by_outcome(trajectories: list[Trajectory]) -> tuple[list[list[Trajectory]], list[list[Trajectory]]]:
+  """Groups whose outcomes differ, and those whose outcomes are equal."""
+  split: tuple[list, list] = [], []
+  for group, differs in enumerate(mixed(trajectories)):
+    split[not differs].append([t for t in trajectories if t.group == group])
+  return split
+
+
+def _step(
+  config: Config,
+  parts: Parts,
+  hooks: Hooks,
+  interrupt: Interrupt,
+  engine: Engine,
+  tools: Tools,
+  update: Update,
+  state: RunState,
+  step: int,
+) -> tuple[RunState, dict[str, Any]]:
   phases, key, judged = Phases(), jax.random.fold_in(jax.random.key(config.seed), step), {}
   with phases("rollout"), interrupt.allowed():
     trajectories, schedule, chosen = sampled(config, parts, engine, state.schedule, key=key)
@@ -325,28 +341,49 @@ def _step(config, parts, hooks, interrupt, engine, tools, update, state, step):
       rollouts, judged = annotated(parts, trajectories, tools, rollouts, partial(update.rescore, state.train.params))
   hooks.rollouts(step + 1, rollouts, trajectories)
   state, record = update(state, rollouts, key=key, phases=phases, step=step)
+  check_finite(hooks, step, record, rollouts, trajectories)
+  with phases("load"):
+    engine.load(state.train.params, version=step + 1)
+  record |= rollout_metrics(rollouts, trajectories) | chosen | judged
+  tokens = record["rollouts/sampled_tokens"] + chosen.get("scheduling/dropped_tokens", 0.0)
+  record |= times(phases, sampled=tokens, updated=record["tokens"])
+  warn_of_gap(config, hooks, step, record)
+  return state, record
+
+
+def check_finite(
+  hooks: Hooks, step: int, record: dict[str, Any], rollouts: Rollouts, trajectories: list[Trajectory]
+) -> None:
+  """NonFinite where an update was not applied; the batch is kept, to look at."""
   if record["nonfinite"]:
     kept, whose = hooks.dump(step + 1, rollouts, trajectories), "the critic's " if "critic/nonfinite" in record else ""
     raise NonFinite(
       f"step {step + 1}: {whose}loss or gradient is not finite, the update was not applied; the batch is kept in {kept}"
     )
-  with phases("load"):
-    engine.load(state.train.params, version=step + 1)
+
+
+def times(phases: Phases, *, sampled: float, updated: float) -> dict[str, float]:
+  """Seconds of a step by phase, and tokens a second."""
   seconds = phases.seconds
-  record |= rollout_metrics(rollouts, trajectories) | chosen | judged
-  tokens = record["rollouts/sampled_tokens"] + chosen.get("scheduling/dropped_tokens", 0.0)
-  record["tokens_per_second/rollout"] = tokens / seconds["rollout"]
-  record["tokens_per_second/update"] = record["tokens"] / (seconds["update"] + seconds["score"])
-  record |= phases.metrics() | {"time/step": sum(seconds.values())}
+  return {
+    "tokens_per_second/rollout": sampled / seconds["rollout"],
+    "tokens_per_second/update": updated / (seconds["update"] + seconds["score"]),
+    **phases.metrics(),
+    "time/step": sum(seconds.values()),
+  }
+
+
+def warn_of_gap(config: Config, hooks: Hooks, step: int, record: dict[str, Any]) -> None:
   if record["logp_gap/max"] > config.tracking.gap_warning:
     hooks.warn(
       f"step {step + 1}: sampler and trainer differ by {record['logp_gap/max']:.3g} nats on a token"
       f" (tracking.gap_warning is {config.tracking.gap_warning})"
     )
-  return state, record
 
 
-def annotated(parts: Parts, trajectories, tools, rollouts: Rollouts, rescore) -> tuple[Rollouts, dict[str, float]]:
+def annotated(
+  parts: Parts, trajectories: list[Trajectory], tools: Tools, rollouts: Rollouts, rescore: Rescorer
+) -> tuple[Rollouts, dict[str, float]]:
   """With the annotators' columns; and the judge's counts, `judge/invalid` the rollouts that its failures took out."""
   columns = annotate(parts.method.annotators, trajectories, tools, rollouts, rescore)
   after = with_columns(rollouts, columns)
@@ -432,19 +469,24 @@ def abstract_train(policy: Policy | ValueModel, method: Method, tx: optax.Gradie
 
 
 def restore(parts: Parts, hooks: Hooks) -> tuple[RunState, int, bool]:
-  if hooks.checkpointer is None:
-    raise ValueError("resume needs a checkpointer")
-  restored = hooks.checkpointer.restore(abstract_state(parts))
+  restored = newest(parts, hooks)
   return restored.state, restored.step, bool(restored.meta["evaluated"])
 
 
-def _save(hooks: Hooks, state: RunState, step: int, evaluated: bool) -> None:
+def newest(parts: Parts, hooks: Hooks) -> Any:
+  """The newest checkpoint: its `state`, `step` and `meta`."""
+  if hooks.checkpointer is None:
+    raise ValueError("resume needs a checkpointer")
+  return hooks.checkpointer.restore(abstract_state(parts))
+
+
+def save(hooks: Hooks, state: RunState, step: int, **meta: Any) -> None:
   if hooks.checkpointer is None:
     return
   with out_of_memory_named("checkpoint"):
     hooks.checkpointer.wait()
     if hooks.checkpointer.latest() != step:
-      hooks.checkpointer.save(step, state, {"evaluated": evaluated})
+      hooks.checkpointer.save(step, state, meta)
 
 
 def _evaluate(hooks: Hooks, interrupt: Interrupt, engine: Engine, step: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 KNOBS = {
   "rollout": "rollout.slots or rollout.max_tokens",
   "eval": "rollout.slots or rollout.max_tokens",
+  "validate": "rollout.slots or rollout.max_tokens",
   "score": "training.microbatch_rows or training.logprob_chunk",
   "update": "training.microbatch_rows or training.logprob_chunk, or set model.remat: true",
   "critic": "training.microbatch_rows, or set model.remat: true",

@@ -12,7 +12,7 @@ from jaxagent.rollout.packing import pack, unpack
 from jaxagent.rollout.restate import with_prefix
 from jaxagent.types import Scores, Trajectory
 
-ROW = 128  # rows are padded to a multiple of this that is a power of two, so that few programs are compiled
+ROW = 128  # rows are padded to this times a power of two, and so is their number, so that few programs are compiled
 
 
 def rescored(
@@ -28,14 +28,18 @@ def rescored(
   `scorer` is `training.step.make_scorer`'s. Recorded experts belong to the old prompt: the router chooses anew.
   """
   rows = [with_prefix(trajectory, prefix) for trajectory, prefix in asked]
-  length = ROW
-  while length < max(len(row.tokens) for row in rows):
-    length *= 2
+  length, microbatches = _doubled(ROW, max(len(row.tokens) for row in rows)), _doubled(1, len(rows) / microbatch_rows)
   turns = max(row.turns for row in rows)
-  apart = [_alone(row, i) for i, row in enumerate(rows)]
-  batch, plan = pack(plain(to_rollouts(apart, tokens=length, turns=turns)), row_tokens=length, rows=microbatch_rows)
+  apart = plain(to_rollouts([_alone(row, i) for i, row in enumerate(rows)], tokens=length, turns=turns))
+  batch, plan = pack(apart, row_tokens=length, rows=microbatch_rows, microbatches=microbatches)
   logp = unpack(jax.device_get(scorer(params, batch, plan.microbatches).logp), plan)
   return [_moved(logp[i], *one) for i, one in enumerate(asked)]
+
+
+def _doubled(size: int, least: float) -> int:
+  while size < least:
+    size *= 2
+  return size
 
 
 def _alone(row: Trajectory, number: int) -> Trajectory:

@@ -1,7 +1,6 @@
 """Supervised fine-tuning: the warm start of a run, on demonstrations or on rollouts that were stored."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +11,14 @@ from jaxagent.config import Config, Optimizer
 from jaxagent.methods import prepare, sft
 from jaxagent.rewards import most_efficient
 from jaxagent.rewards.efficiency import is_correct
-from jaxagent.rollout.batch import demonstrations_batch, to_rollouts
+from jaxagent.rollout.batch import append_turns, demonstrations_batch, to_rollouts
 from jaxagent.training.build import Parts, build_engine
 from jaxagent.training.interrupt import Interrupt
 from jaxagent.training.minibatches import packed
 from jaxagent.training.optimizer import make_optimizer
 from jaxagent.training.phases import NonFinite, Phases
 from jaxagent.training.step import init_state, make_train_step
-from jaxagent.types import Completion, Rollouts, Trajectory
+from jaxagent.types import Rollouts, Trajectory
 
 if TYPE_CHECKING:
   from jaxagent.training.loop import Hooks
@@ -155,19 +154,11 @@ def pareto(correct: Sequence[Found]) -> list[Found]:
 def example(rollouts: Rollouts, row: int) -> Trajectory:
   """A stored row as a trajectory to imitate: reward 1, temperature 1, logp_rollout 0."""
   length = int(rollouts.length[row])
-  tokens, mask, turn = (np.asarray(x[row, :length]) for x in (rollouts.tokens, rollouts.mask, rollouts.turn))
   made = Trajectory(
     task=int(rollouts.task[row]), group=0, rollout=0, agent=int(rollouts.agent[row]), env=int(rollouts.env[row]),
     outcome=1.0, status="done",
   )  # fmt: skip
-  starts = [0, *(np.flatnonzero(np.diff(turn)) + 1), length]
-  for a, b in itertools.pairwise(starts):
-    if mask[a]:
-      zeros = np.zeros(b - a)
-      made.append_action(Completion(tokens[a:b], zeros, zeros, zeros, "stop"))
-      made.turn_reward.append(0.0)
-    else:
-      made.append_context(tokens[a:b])
+  append_turns(made, rollouts.tokens[row, :length], rollouts.turn[row, :length])
   made.prefix_length = int(rollouts.prefix_length[row])
   return made
 

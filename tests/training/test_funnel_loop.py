@@ -20,6 +20,7 @@ from jaxagent.methods import grpo
 from jaxagent.training import funnel, loop, reflection
 from jaxagent.training.build import build
 from jaxagent.training.checkpoint import Checkpointer
+from jaxagent.training.phases import OutOfMemory
 from jaxagent.types import Completion, Trajectory
 
 TINY = {
@@ -377,3 +378,13 @@ def test_a_judge_reads_failures_and_successes_and_its_edit_is_a_state():
   assert asyncio.run(silent(STATE, seen)) == STATE and silent.panel.metrics()["judge/unparsed"] == 1
   with pytest.raises(Unparsed, match="must be texts"):
     reflection.parse('{"prompt": 3, "skills": []}')
+
+
+def test_what_does_not_fit_is_said_of_its_own_phase(monkeypatch):
+  def full(self, state, rollouts, *, key, phases, step=0):
+    with phases("update"):
+      raise RuntimeError("RESOURCE_EXHAUSTED: 1 byte")
+
+  monkeypatch.setattr(loop.Update, "__call__", full)
+  with pytest.raises(OutOfMemory, match="^out of memory in the update phase; lower training.microbatch_rows"):
+    scripted(monkeypatch, {"funnel.candidates": [GOOD], "run.steps": 1})
