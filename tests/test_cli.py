@@ -275,7 +275,9 @@ def test_config_prints_what_would_run(tmp_path, capsys):
   assert "rollout.samples" in capsys.readouterr().out
 
 
-COMMANDS = ("", "train", "sft", "funnel", "eval", "sample", "serve", "config", "export", "rollouts")
+COMMANDS = (
+  "", "train", "sft", "funnel", "eval", "sample", "serve", "plan", "reference-stats", "rollouts", "config", "export"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)

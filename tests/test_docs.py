@@ -103,7 +103,7 @@ def test_the_metrics_of_the_systems_are_those_that_the_recipes_are_tested_by():
 
 
 def test_the_snippets_of_the_engine_run(capsys):
-  text = (Path(__file__).parents[1] / "docs" / "sampling.md").read_text(encoding="utf-8")
+  text = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
   names = {}
   for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
     exec(block, names)

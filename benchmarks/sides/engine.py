@@ -68,12 +68,12 @@ class Streams:
     for session in self.sessions:
       session.append(rest)
 
-  def __call__(self, new: int | None = None) -> None:
-    asyncio.run(self._sample(new or self.new))
+  def __call__(self) -> None:
+    asyncio.run(self._sample())
 
-  async def _sample(self, new: int) -> None:
-    out = await asyncio.gather(*(session.sample(Sampling(max_tokens=new)) for session in self.sessions))
-    assert [len(x.ids) for x in out] == [new] * len(out)
+  async def _sample(self) -> None:
+    out = await asyncio.gather(*(session.sample(Sampling(max_tokens=self.new)) for session in self.sessions))
+    assert [len(x.ids) for x in out] == [self.new] * len(out)
 
 
 def product_rate(dtype: str, size: int = 1024) -> float:

@@ -136,9 +136,11 @@ def piu_means(
   """Means over the valid rows of those columns that the environment gives: `recall`, `unsurfaced`, `undelivered`,
   `waste`.
   """
+  check_shapes(
+    valid=(valid, "N"), piu_recall=(piu_recall, "N"), piu_unsurfaced=(piu_unsurfaced, "N"),
+    piu_undelivered=(piu_undelivered, "N"), message_waste=(message_waste, "N"),
+  )  # fmt: skip
   columns = {"recall": piu_recall, "unsurfaced": piu_unsurfaced, "undelivered": piu_undelivered, "waste": message_waste}
-  given = {"piu_recall": piu_recall, "piu_unsurfaced": piu_unsurfaced, "piu_undelivered": piu_undelivered}
-  check_shapes(valid=(valid, "N"), message_waste=(message_waste, "N"), **{k: (x, "N") for k, x in given.items()})
   valid = jnp.asarray(valid, bool)
   n = jnp.maximum(jnp.sum(valid), 1)
   return {k: jnp.sum(jnp.where(valid, x, 0.0)) / n for k, x in columns.items() if x is not None}

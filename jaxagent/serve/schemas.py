@@ -21,7 +21,7 @@ from pydantic import (
 from jaxagent.sampling.request import Sampling
 
 CHOICES = 128  # that one request may ask for
-STOPS = 16  # strings; each is looked for at every step
+STOPS = 16  # strings; each is looked for on the host, between the device's calls
 TOOLS = 128
 COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given: OpenAI's default
 

@@ -29,13 +29,16 @@ def grouped_matmul(
   """y[m] = x[m] @ weights[e], e the group of row m: the first group_sizes[0] rows are group 0's, and so on.
 
   No row is dropped, whatever the sizes; rows past their sum give 0 and have no gradient. Products have float32 sums, y
-  has the dtype of x. `implementation`: "tiles" (rows padded to tiles of one group, on a CPU), "tpu", "ragged"
+  has the dtype of x. `implementation`: "tiles" (a loop over tiles of a group's rows, on a CPU), "tpu", "ragged"
   (`lax.ragged_dot`) or "reference" (one-hot, for tests); None takes the backend's own.
   ValueError: shapes that disagree, sizes that are negative or exceed M, an implementation that the backend lacks.
   Source: Gale et al. 2022 (MegaBlocks). Ours differs: nothing.
   """
   check_grouped(x, weights, group_sizes)
-  return _grouped(choose(implementation, IMPLEMENTATIONS), x, weights, group_sizes.astype(jnp.int32))
+  chosen = choose(implementation, IMPLEMENTATIONS)
+  if x.shape[0] == 0:  # no tile to walk
+    return jnp.zeros((0, weights.shape[2]), x.dtype)
+  return _grouped(chosen, x, weights, group_sizes.astype(jnp.int32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

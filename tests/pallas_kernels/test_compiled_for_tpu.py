@@ -5,19 +5,18 @@ What is tested is that it accepts the kernels, which also means that their block
 
 import functools
 import importlib.util
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 
 from jaxagent import config as run_config
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy
 from jaxagent.models.policy import on_mesh
 from jaxagent.models.sharding import BATCH_AXES, param_shardings
+from jaxagent.plan import topology_devices
 from jaxagent.training.sharding import make_mesh
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.prefix_sliding import prefix_sliding_attention, prefix_sliding_decode
@@ -38,15 +37,9 @@ ATTENTION = {
 }
 
 
-def devices(chip):
-  for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):  # no TPU to ask for, nor to keep from others
-    os.environ.setdefault(name, "1")
-  return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
-
-
 @functools.cache
 def device(chip):
-  return devices(chip)[0]
+  return topology_devices(CHIPS[chip])[0]
 
 
 def compiled(chip, function, *arrays):
@@ -114,7 +107,7 @@ def test_a_model_on_a_mesh():
   sizes = dict(vocab_size=512, width=256, layers=2, heads=4, kv_heads=2, head_dim=128, mlp_width=512)
   slides = dict(attention="prefix_sliding", window=256, max_prefix=128)
   policy = decoder_policy(DecoderConfig(**sizes, **slides, dtype="bfloat16"))
-  mesh = make_mesh(run_config.Mesh(data=2, tensor=2), devices=list(devices("v5e")))
+  mesh = make_mesh(run_config.Mesh(data=2, tensor=2), devices=topology_devices(CHIPS["v5e"]))
   split = on_mesh(policy, mesh)
 
   def loss(params, tokens, position, segment, prefix_end):

@@ -61,6 +61,14 @@ def test_products_and_gradients(implementation, sizes):
     assert relative(x, y) < 1e-5, name
 
 
+@pytest.mark.parametrize("implementation", ["tiles", "ragged", "interpreted", "reference"])
+def test_no_rows_at_all(implementation):
+  """y and dx are empty, the matrices have gradient 0."""
+  arguments = (*arrays(rows=0), jnp.zeros(4, jnp.int32))
+  y, dx, dw = value_and_gradients(*arguments, implementation=implementation)
+  assert y.shape == (0, 20) and dx.shape == (0, 12) and dw.shape == (4, 12, 20) and not dw.any()
+
+
 @pytest.mark.parametrize("implementation", ["tiles", "ragged", "interpreted"])
 def test_bfloat16_within_a_hundredth(implementation):
   arguments = (*arrays(jnp.bfloat16), jnp.array(GROUPS["uneven"]))

@@ -2,13 +2,13 @@
 
 import importlib.util
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.experimental import topologies
 
+from jaxagent.plan import topology_devices
 from pallas_kernels.prefix_sliding import gpu, prefix_sliding_attention
 
 new_enough = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the kernel needs JAX 0.12")
@@ -16,17 +16,13 @@ plugin = pytest.mark.skipif(
   importlib.util.find_spec("jax_cuda13_plugin") is None,
   reason="no CUDA compiler: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt at the version of jax",
 )
-H100 = Path(__file__).parents[2] / "jaxagent" / "plan" / "h100.textproto"
 
 
 @new_enough
 @plugin
 @pytest.mark.parametrize("width, window, soft_cap", [(64, 512, None), (128, 1024, 30.0), (128, None, None)])
 def test_compiled_for_an_h100(width, window, soft_cap):
-  topology = topologies.get_topology_desc(
-    platform="cuda", target_config=H100.read_text(encoding="utf-8"), topology="1x1x1"
-  )
-  mesh = topologies.make_mesh(topology, (1,), ("x",))
+  mesh = jax.sharding.Mesh(np.array(topology_devices("h100:1")), ("x",))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   shape = partial(jax.ShapeDtypeStruct, sharding=sharding)
   q, k = (shape((1, h, 2048, width), jnp.bfloat16) for h in (8, 2))
