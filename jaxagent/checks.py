@@ -26,6 +26,16 @@ def check_shapes(**arguments: tuple[Any, str]) -> dict[str, Any]:
   return sizes
 
 
+def check_options(prefix: str, *rules: tuple[Any, str, Any, str]) -> None:
+  """`check_options("search: ", (top_k >= 1, "top_k", top_k, "at least 1"), ...)`: (holds, name, got, must be).
+
+  A ValueError names the first one that does not hold.
+  """
+  for holds, name, got, want in rules:
+    if not holds:
+      raise ValueError(f"{prefix}{name} must be {want}, got {got!r}")
+
+
 def concrete(*arrays: Any) -> bool:
   return not any(isinstance(x, Tracer) for x in arrays)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxagent.checks import check_ids, check_range, check_shapes
+from jaxagent.checks import check_ids, check_options, check_range, check_shapes
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy
 from jaxagent.rewards import contract_progress
@@ -25,6 +25,12 @@ from jaxagent.scheduling import diverse_batch
 def test_names_the_argument_that_disagrees(arguments, said):
   with pytest.raises(ValueError, match=said):
     check_shapes(**{k: (np.zeros(shape), axes) for k, (shape, axes) in arguments.items()})
+
+
+def test_the_first_option_that_is_wrong_is_named():
+  check_options("env: ", (True, "a", 0, "at least 1"))
+  with pytest.raises(ValueError, match=r"^env: b must be at least 1, got '0'$"):
+    check_options("env: ", (True, "a", 1, "1"), (0, "b", "0", "at least 1"), (False, "c", 0, "2"))
 
 
 def test_accepts_what_agrees_missing_arguments_and_tracers():

@@ -17,6 +17,11 @@ from jaxagent.types import Status
 Message = dict[str, Any]  # {"role": "user", "content": "..."}; what chat templates take
 
 
+def with_system(system: str | None, *messages: Message) -> tuple[Message, ...]:
+  """The messages after a system prompt, where there is one."""
+  return messages if system is None else ({"role": "system", "content": system}, *messages)
+
+
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
   name: str
@@ -28,6 +33,17 @@ class Malformed:
   """A tool call that does not parse; `error` says what was wrong, in words for the model."""
 
   error: str
+
+
+def fault(call: ToolCall | Malformed, tool: str) -> str:
+  """What is wrong with a call where there is one tool, of one text `input`; "" if nothing is."""
+  if isinstance(call, Malformed):
+    return call.error
+  if call.name != tool:
+    return f"no tool {call.name[:16]!r}, only {tool}"
+  if set(call.arguments) != {"input"} or not isinstance(call.arguments["input"], str):
+    return f"{tool} takes one text, input"
+  return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +94,12 @@ class Environment(Protocol):
 class Tasks(Protocol):
   """Where environments come from. `size` is the number of distinct tasks of a split ("train" or "eval"), None: endless.
 
-  Tasks of different splits never coincide. `demonstration` (optional) is a whole solved conversation, for a warm start.
-  `skills` (optional) are texts that may help, for `jaxagent funnel` to try.
+  Tasks of different splits never coincide. Optional are:
+  `demonstration(index)`: a whole solved conversation about a training task, for a warm start.
+  `kind(split, index) -> str`: what the task is one of; `EnvSched` takes tasks of one kind for similar.
+  `columns`: names of columns that every rollout brings, so that no annotator needs to.
+  `judge(question) -> str`: what rules say of an attempt, see `jaxagent.judges`.
+  `skills`: texts that may help, for `jaxagent funnel` to try.
   """
 
   def size(self, split: str) -> int | None: ...

@@ -16,8 +16,9 @@ import random
 import re
 from typing import Any, ClassVar
 
+from jaxagent.checks import check_options
 from jaxagent.envs import calculator_judge as rules
-from jaxagent.envs.base import Action, Malformed, Message, Observation, Step, ToolCall
+from jaxagent.envs.base import Action, Malformed, Message, Observation, Step, ToolCall, fault, with_system
 from jaxagent.envs.splits import digest, require_split, split_of, task_seed
 
 HELD_OUT = 0.1  # share of all problems that only the "eval" split draws
@@ -99,16 +100,14 @@ class Calculator:
   skills: ClassVar[tuple[str, ...]] = ("Call calc with the whole problem.", "Answer with the result alone.")
 
   def __post_init__(self):
-    rules = [
+    check_options(
+      "calculator: ",
       (1 <= self.digits <= 4, "digits", self.digits, "in 1..4"),
       (1 <= self.operations <= 4, "operations", self.operations, "in 1..4"),
       (self.operators and set(self.operators) <= set(OPERATORS), "operators", self.operators, "some of '+-*'"),
       (0 <= self.in_head <= 1, "in_head", self.in_head, "in [0, 1]"),
       (self.max_turns >= 2, "max_turns", self.max_turns, "at least 2: a call and an answer"),
-    ]
-    for ok, name, got, want in rules:
-      if not ok:
-        raise ValueError(f"calculator: {name} must be {want}, got {got!r}")
+    )
 
   def size(self, split: str) -> int | None:
     require_split(split)
@@ -147,8 +146,7 @@ class Calculator:
     return rules.judge(problem, evaluate, question.kind, dict(question.facts))
 
   def opening(self, problem: str) -> tuple[Message, ...]:
-    system = () if self.system is None else ({"role": "system", "content": self.system},)
-    return (*system, {"role": "user", "content": problem})
+    return with_system(self.system, {"role": "user", "content": problem})
 
   def _draw(self, rng: random.Random) -> str:
     operands = [self._operand(rng) for _ in range(self.operations + 1)]
@@ -190,12 +188,8 @@ class CalculatorEpisode:
 
 def reply(call: ToolCall | Malformed) -> str:
   """The tool's answer; what is wrong with a call goes back to the model, it does not end the episode."""
-  if isinstance(call, Malformed):
-    return f"error: {call.error}"
-  if call.name != "calc":
-    return f"error: no tool {call.name[:16]!r}, only calc"
-  if set(call.arguments) != {"input"} or not isinstance(call.arguments["input"], str):
-    return "error: calc takes one text, input"
+  if error := fault(call, "calc"):
+    return f"error: {error}"
   try:
     return str(evaluate(call.arguments["input"]))
   except ValueError as error:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from jaxagent.envs.base import Action, Message, Observation, Step
+from jaxagent.envs.base import Action, Message, Observation, Step, with_system
 from jaxagent.envs.importing import attribute
 from jaxagent.envs.splits import digest, require_split, task_seed
 
@@ -133,7 +133,7 @@ class Prompt:
 
 def opening(prompt: str | list[Message], system: str | None) -> tuple[Message, ...]:
   messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
-  return messages if system is None else ({"role": "system", "content": system}, *messages)
+  return with_system(system, *messages)
 
 
 def read_jsonl(path: str) -> list[tuple[str, dict[str, Any]]]:
@@ -152,9 +152,9 @@ def _object(line: str, where: str) -> dict[str, Any]:
   try:
     row = json.loads(line)
   except json.JSONDecodeError as error:
-    raise ValueError(f"dataset: {where}: not JSON: {error}") from error
+    raise ValueError(f"{where}: not JSON: {error}") from error
   if not isinstance(row, dict):
-    raise ValueError(f"dataset: {where}: expected a JSON object, got {type(row).__name__}")
+    raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
   return row
 
 

@@ -23,8 +23,9 @@ import json
 import os
 from typing import Any
 
+from jaxagent.checks import check_options
 from jaxagent.config import Env
-from jaxagent.envs.base import Action, Environment, Message, Observation, Step, Tasks
+from jaxagent.envs.base import Action, Environment, Message, Observation, Step, Tasks, with_system
 from jaxagent.envs.splits import require_split
 
 THINK, NO_THINK = "think", "no_think"
@@ -54,15 +55,13 @@ class HybridReasoning:
   system: str | None = None
 
   def __post_init__(self):
-    rules = [
+    check_options(
+      "hybrid_reasoning: ",
       (self.env != "hybrid_reasoning", "env", self.env, "another environment"),
       (self.mode in MODES, "mode", self.mode, f"one of {', '.join(MODES)}"),
       (self.think and not self.think.startswith(self.no_think), "think", self.think, "a text of its own"),
       (self.no_think and not self.no_think.startswith(self.think), "no_think", self.no_think, "a text of its own"),
-    ]
-    for ok, name, got, want in rules:
-      if not ok:
-        raise ValueError(f"hybrid_reasoning: {name} must be {want}, got {got!r}")
+    )
     _ = self.inner, self.statistics
 
   @functools.cached_property
@@ -98,6 +97,10 @@ class HybridReasoning:
     facts = {} if known is None else {name: known[index][name] for name in REFERENCE}
     return HybridEpisode(self, environment, openings, facts), seed
 
+  def kind(self, split: str, index: int) -> str:
+    """The inner task's, where it has one."""
+    return self.inner.kind(split, index) if hasattr(self.inner, "kind") else ""
+
   def demonstration(self, index: int) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
     """The inner one without thinking: its last message after `no_think`."""
     if not hasattr(self.inner, "demonstration"):
@@ -111,7 +114,7 @@ class HybridReasoning:
     if self.system is None:
       return messages
     rest = tuple(message for message in messages if message["role"] != "system")
-    return ({"role": "system", "content": self.system}, *rest)
+    return with_system(self.system, *rest)
 
 
 class HybridEpisode:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxagent.envs.base import Action, Message, Observation, Step
+from jaxagent.checks import check_options
+from jaxagent.envs.base import Action, Observation, Step, with_system
 from jaxagent.envs.splits import SPLITS, digest, require_split, split_of
 
 SEED_SPAN = 2**31  # the eval split's seeds begin here; a generator uses the seeds seed .. seed + size - 1
@@ -62,15 +63,13 @@ class ReasoningGym:
   held_out: float = 0.2
 
   def __post_init__(self):
-    rules = [
+    check_options(
+      "reasoning_gym: ",
       (self.answer in EXTRACT, "answer", self.answer, f"one of {', '.join(EXTRACT)}"),
       (1 <= self.size_per_split <= SEED_SPAN // 2, "size_per_split", self.size_per_split, "in 1..2^30"),
       (0 <= self.seed <= SEED_SPAN // 2, "seed", self.seed, "in 0..2^30"),
       (0 < self.held_out < 1, "held_out", self.held_out, "in (0, 1)"),
-    ]
-    for ok, name, got, want in rules:
-      if not ok:
-        raise ValueError(f"reasoning_gym: {name} must be {want}, got {got!r}")
+    )
     if isinstance(self.dataset, dict):
       _check_mixture(self.dataset, self.options)
     if own := {"seed", "size"} & {key for options in self._weighted_options.values() for key in options}:
@@ -92,7 +91,7 @@ class ReasoningGym:
       for split, seed in seeds.items()
     }
 
-  def generator_of(self, split: str, index: int) -> str:
+  def kind(self, split: str, index: int) -> str:
     """The name of the generator that the task comes from."""
     if not isinstance(self.dataset, dict):
       return self.dataset
@@ -111,7 +110,7 @@ class ReasoningGym:
     require_split(split)
     if not 0 <= index < self.size_per_split:
       raise ValueError(f"reasoning_gym: index must be in [0, {self.size_per_split}), got {index}")
-    name = self.generator_of(split, index)
+    name = self.kind(split, index)
     generator = self._generators[split][name]
     entry = self._item(generator, name, split, index)
     return Question(generator, entry, self.prompt, EXTRACT[self.answer], name), generator.seed + index
@@ -144,8 +143,7 @@ class Question:
     self._generator, self._entry, self._prompt, self._extract, self._name = generator, entry, prompt, extract, name
 
   async def reset(self, seed: int) -> dict[int, Observation]:
-    system: tuple[Message, ...] = ({"role": "system", "content": self._prompt},) if self._prompt else ()
-    return {0: Observation((*system, {"role": "user", "content": self._entry["question"]}))}
+    return {0: Observation(with_system(self._prompt or None, {"role": "user", "content": self._entry["question"]}))}
 
   async def step(self, actions: dict[int, Action]) -> Step:
     answer = self._extract(actions[0].text)
@@ -154,10 +152,11 @@ class Question:
     return Step(outcome=float(score == 1.0), status="done", info=info)
 
   def _score(self, answer: str) -> float:
-    """0 where the generator's scorer, a function of the two texts, fails to read the answer."""
+    """0 where the generator's scorer fails to read what was written; one that fails on the right answer too raises."""
     try:
       return float(self._generator.score_answer(answer, entry=self._entry))
-    except Exception:
+    except Exception:  # the scorers parse with whatever raises whatever
+      self._generator.score_answer(self._entry["answer"], entry=self._entry)
       return 0.0
 
   async def close(self) -> None:

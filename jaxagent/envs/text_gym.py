@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxagent.envs.base import Action, Message, Observation, Step
+from jaxagent.checks import check_options
+from jaxagent.envs.base import Action, Message, Observation, Step, with_system
 from jaxagent.envs.importing import attribute
 from jaxagent.envs.splits import require_split, task_seed
 
@@ -50,15 +51,13 @@ class TextGym:
   system: str | None = None
 
   def __post_init__(self):
-    rules = [
+    check_options(
+      "text_gym: ",
       (self.action in ACTIONS, "action", self.action, f"one of {', '.join(ACTIONS)}"),
       (self.full_reward > 0, "full_reward", self.full_reward, "positive"),
       (self.max_turns >= 1, "max_turns", self.max_turns, "at least 1"),
       (self.shown >= 16, "shown", self.shown, "at least 16 characters"),
-    ]
-    for ok, name, got, want in rules:
-      if not ok:
-        raise ValueError(f"text_gym: {name} must be {want}, got {got!r}")
+    )
     self.made()
 
   def made(self) -> Any:
@@ -95,10 +94,7 @@ class TextGymEpisode:
     named = "seed" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
     given = await (self._run(self._inner.reset, seed=seed) if named else self._run(self._inner.reset, seed))
     observation = given[0] if isinstance(given, tuple) and len(given) == 2 else given
-    system: tuple[Message, ...] = ()
-    if self._tasks.system is not None:
-      system = ({"role": "system", "content": self._tasks.system},)
-    return {0: Observation((*system, self._said(observation)))}
+    return {0: Observation(with_system(self._tasks.system, self._said(observation)))}
 
   async def step(self, actions: dict[int, Action]) -> Step:
     self._turns += 1

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from jaxagent.envs.base import Action, Message, Observation, Step
+from jaxagent.envs.base import Action, Message, Observation, Step, with_system
 from jaxagent.envs.importing import attribute
 from jaxagent.envs.splits import require_split, task_seed
 
@@ -89,8 +89,7 @@ class Game:
       done = self._others_moves()
     if done:
       raise ValueError(f"textarena: {self._tasks.game} was over before the policy's first move")
-    system: tuple[Message, ...] = () if self._tasks.system is None else (_message("system", self._tasks.system),)
-    return {0: Observation((*system, _message("user", self._read)))}
+    return {0: Observation(with_system(self._tasks.system, _said(self._read)))}
 
   async def step(self, actions: dict[int, Action]) -> Step:
     self._turns += 1
@@ -103,7 +102,7 @@ class Game:
       return Step(outcome=outcome, status="done", info={"reason": str(facts.get("reason", "")), "rewards": rewards})
     if self._turns >= self._tasks.max_turns:
       return Step(status="truncated", cause=f"{self._turns} turns")
-    return Step(observations={0: Observation((_message("user", self._read),))})
+    return Step(observations={0: Observation((_said(self._read),))})
 
   async def close(self) -> None:
     pass
@@ -149,8 +148,8 @@ class Chance(contextlib.AbstractContextManager):
     self._numpy.set_state(states[1])
 
 
-def _message(role: str, text: str) -> Message:
-  return {"role": role, "content": text}
+def _said(text: str) -> Message:
+  return {"role": "user", "content": text}
 
 
 def _text(messages: Any, player: int) -> str:

@@ -13,7 +13,8 @@ import itertools
 import math
 from typing import Any
 
-from jaxagent.envs.base import Action, Message, Observation, Step
+from jaxagent.checks import check_options
+from jaxagent.envs.base import Action, Message, Observation, Step, with_system
 from jaxagent.envs.importing import attribute
 from jaxagent.envs.splits import require_split, split_of, task_seed
 
@@ -37,14 +38,12 @@ class Verifiers:
   system: str | None = None
 
   def __post_init__(self):
-    rules = [
+    check_options(
+      "verifiers: ",
       (self.limit is None or self.limit >= 1, "limit", self.limit, "at least 1, or null"),
       (0 < self.held_out < 1, "held_out", self.held_out, "in (0, 1)"),
       (self.full_reward > 0, "full_reward", self.full_reward, "positive"),
-    ]
-    for ok, name, got, want in rules:
-      if not ok:
-        raise ValueError(f"verifiers: {name} must be {want}, got {got!r}")
+    )
     _ = self.tasks
 
   @functools.cached_property
@@ -74,7 +73,7 @@ class Verifiers:
   def opening(self, task: Any) -> tuple[Message, ...]:
     prompt, system = task.data.prompt, task.data.system_prompt or self.system
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(m) for m in prompt]
-    return (*(({"role": "system", "content": system},) if system else ()), *given)
+    return with_system(system or None, *given)
 
 
 class SingleTurn:

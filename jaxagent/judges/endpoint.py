@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxagent.checks import check_options
 from jaxagent.judges.base import JudgeError, Question, Reply, digest
 
 RETRIED = (408, 409, 425, 429)  # and every 5xx
@@ -21,7 +22,8 @@ class Endpoint:
   or is answered 408, 409, 425, 429 or 5xx is sent again up to `retries` times, after
   `backoff * 2^attempt * u` seconds, u uniform in [1/2, 1] by `seed` and the request, or what Retry-After says, at most
   60. Vote v of several sends `"seed": seed + v`. `api_key` is sent and kept nowhere else.
-  ValueError: without httpx (`pip install 'jaxagent[judge]'`), or a `base_url` that is none or has a key in it.
+  ValueError: without httpx (`pip install 'jaxagent[judge]'`), a `base_url` that is none or has a key in it, a `timeout`
+  that is not above 0, `retries` below 0.
   """
 
   base_url: str
@@ -38,6 +40,11 @@ class Endpoint:
   sleep: Callable[[float], Any] = dataclasses.field(default=asyncio.sleep, repr=False)
 
   def __post_init__(self):
+    check_options(
+      "the judge's ",
+      (self.timeout > 0, "timeout", self.timeout, "above 0 seconds"),
+      (self.retries >= 0, "retries", self.retries, "at least 0"),
+    )
     self._http = _httpx()
     try:
       url = self._http.URL(self.base_url)

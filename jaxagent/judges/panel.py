@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+from jaxagent.checks import check_options
 from jaxagent.judges.base import Judge, JudgeError, Question, Reply, digest
 from jaxagent.judges.cache import Cache
 from jaxagent.judges.replies import Unparsed
@@ -23,9 +24,11 @@ class Panel:
   """
 
   def __init__(self, judge: Judge, *, votes: int = 1, cache: Cache | None = None, concurrency: int = 16):
-    for name, value in (("votes", votes), ("concurrency", concurrency)):
-      if value < 1:
-        raise ValueError(f"a panel's {name} must be at least 1, got {value}")
+    check_options(
+      "a panel's ",
+      (votes >= 1, "votes", votes, "at least 1"),
+      (concurrency >= 1, "concurrency", concurrency, "at least 1"),
+    )
     self.judge, self.votes, self.cache, self.cause = judge, votes, cache, ""
     self._concurrency, self._free = concurrency, asyncio.Semaphore(concurrency)
     self._asked: dict[str, asyncio.Future] = {}
@@ -108,8 +111,8 @@ class Panel:
       self._seconds += time.perf_counter() - start
 
 
-def majority(votes: list[int], *, tie: Callable[[list[int]], int] = max) -> int:
-  """The most frequent vote; `tie` chooses among several."""
+def majority(votes: list[int]) -> int:
+  """The most frequent vote, of several the largest."""
   counts = collections.Counter(votes)
   most = max(counts.values())
-  return tie([vote for vote, count in counts.items() if count == most])
+  return max(vote for vote, count in counts.items() if count == most)

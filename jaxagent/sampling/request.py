@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from jaxagent.checks import check_options
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -24,7 +26,8 @@ class Sampling:
   allowed: tuple[int, ...] | None = None
 
   def __post_init__(self):
-    rules = [
+    check_options(
+      "Sampling.",
       (self.temperature >= 0, "temperature", self.temperature, "at least 0 (0 is greedy)"),
       (self.top_k >= 0, "top_k", self.top_k, "at least 0 (0 keeps all)"),
       (0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1] (1 keeps all)"),
@@ -33,10 +36,7 @@ class Sampling:
       (all(self.stop), "stop", self.stop, "without empty strings"),
       (all(map(_is_bias, self.logit_bias)), "logit_bias", self.logit_bias, "pairs of an id and a bias"),
       (self.allowed is None or len(self.allowed) > 0, "allowed", self.allowed, "None or at least one id"),
-    ]
-    for ok, name, got, want in rules:
-      if not ok:
-        raise ValueError(f"Sampling.{name} must be {want}, got {got!r}")
+    )
 
   @property
   def truncates(self) -> bool:

@@ -94,6 +94,11 @@ def test_wrong_options(option):
     HybridReasoning(**{**WORDS, **option})
 
 
+def test_the_kind_of_a_task_is_the_inner_ones():
+  assert HybridReasoning(**{**WORDS, "env": "workflow", "options": {}}).kind("train", 1) == "pipeline"
+  assert HybridReasoning(**WORDS).kind("train", 1) == ""
+
+
 def test_tasks_of_several_agents_are_refused():
   with pytest.raises(ValueError, match="one agent"):
     played("=1", env="team", options={})

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from jaxagent.envs.base import Action
-from jaxagent.envs.reasoning_gym import EXTRACT, ReasoningGym
+from jaxagent.envs.reasoning_gym import EXTRACT, Question, ReasoningGym
 
 SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -20,6 +20,16 @@ SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 )  # fmt: skip
 def test_extraction(how, text, answer):
   assert EXTRACT[how](text) == answer
+
+
+def test_a_scorer_that_fails_on_the_right_answer_too_is_no_reward_of_0():
+  class Broken:
+    def score_answer(self, answer, entry):
+      raise KeyError("broken")
+
+  question = Question(Broken(), {"question": "1 + 1?", "answer": "2"}, "", EXTRACT["text"], "broken")
+  with pytest.raises(KeyError, match="broken"):
+    asyncio.run(question.step({0: Action("2")}))
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
@@ -106,14 +116,14 @@ class TestWithPackage:
 
   def test_a_mixture_draws_by_its_weights(self):
     tasks = ReasoningGym({"chain_sum": 3, "gcd": 1}, {"chain_sum": SMALL}, size_per_split=400)
-    names = [tasks.generator_of("train", i) for i in range(400)]
+    names = [tasks.kind("train", i) for i in range(400)]
     assert 0.68 < names.count("chain_sum") / 400 < 0.82  # 3 standard deviations
     for index in (names.index("chain_sum"), names.index("gcd")):
       environment, seed = tasks.environment("train", index)
       asyncio.run(environment.reset(seed))
       info = asyncio.run(environment.step({0: Action("")})).info
       assert info["generator"] == names[index]
-    assert [ReasoningGym({"gcd": 1}).generator_of("eval", i) for i in range(3)] == ["gcd"] * 3
+    assert [ReasoningGym({"gcd": 1}).kind("eval", i) for i in range(3)] == ["gcd"] * 3
 
   @pytest.mark.slow
   def test_every_generator_by_its_name(self):

@@ -240,6 +240,7 @@ def test_domains_take_turns_and_all_options_reach_the_task():
     messages, tools = tasks.demonstration(index)
     task = tasks.task(domain, "train", task_seed("train", index))
     assert messages[0] == {"role": "system", "content": "S"} and messages[1]["content"].startswith(task.rules)
+    assert tasks.kind("train", index) == domain
     assert len(task.contract.stages) == 2 and 3 <= len(task.contract.defects) <= 4
     assert [tool["function"]["name"] for tool in tools] == ["list", "read", "write", "edit"]
     assert len(messages) == 3 + 2 * (len(task.files) + len(reference_calls(task)))

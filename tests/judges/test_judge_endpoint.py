@@ -163,19 +163,30 @@ def test_nobody_listening_is_a_failure():
 
 
 def test_a_cancelled_call_ends_at_once():
-  with Server(5.0) as server:
+  released, answered = threading.Event(), []
+
+  def late(body):
+    released.wait(30)
+    answered.append(body)
+    return completion("late")
+
+  with Server() as server:
+    server.answers = late
 
     async def run():
       async with endpoint(server, timeout=60.0) as judge:
         waiting = asyncio.ensure_future(judge.reply(QUESTION, 0))
-        await asyncio.sleep(0.2)
+        while not server.seen:
+          await asyncio.sleep(0.01)
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
           await waiting
         return waiting.cancelled()
 
-    start = time.monotonic()
-    assert asyncio.run(run()) and time.monotonic() - start < 4
+    try:
+      assert asyncio.run(run()) and not answered
+    finally:
+      released.set()
 
 
 @pytest.mark.parametrize(
@@ -189,6 +200,12 @@ def test_a_url_that_is_none(url, message):
   with pytest.raises(ValueError, match=message) as caught:
     Endpoint(url, "m")
   assert "me:key" not in str(caught.value)
+
+
+@pytest.mark.parametrize("named", [{"retries": -1}, {"timeout": 0.0}])
+def test_wrong_options(named):
+  with pytest.raises(ValueError, match=f"the judge's {next(iter(named))} must be"):
+    Endpoint("http://x/v1", "m", **named)
 
 
 def test_a_second_run_is_told_the_same_without_a_call(tmp_path):

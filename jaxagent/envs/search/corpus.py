@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxagent.envs.dataset import read_jsonl
+
 
 @dataclasses.dataclass(frozen=True)
 class Document:
@@ -53,7 +55,7 @@ def write(corpus: Corpus, folder: str | Path) -> None:
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f"{folder} exists; choose another folder, or remove it")
   folder.mkdir(parents=True, exist_ok=True)
-  for (name, _), rows in zip(FILES.items(), (corpus.documents, corpus.questions)):
+  for name, rows in zip(FILES, (corpus.documents, corpus.questions)):
     _write_jsonl(folder / name, map(dataclasses.asdict, rows))
   counts = {"documents": len(corpus.documents), "questions": len(corpus.questions), "sources": corpus.sources}
   (folder / "corpus.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
@@ -61,7 +63,7 @@ def write(corpus: Corpus, folder: str | Path) -> None:
 
 def read(folder: str | Path) -> Corpus:
   """ValueError: a missing file, a line that is not such a row."""
-  documents, questions = (tuple(_read_jsonl(os.path.join(folder, name), kind)) for name, kind in FILES.items())
+  documents, questions = (tuple(_rows(os.path.join(folder, name), kind)) for name, kind in FILES.items())
   return Corpus(documents, questions)
 
 
@@ -70,13 +72,11 @@ def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _read_jsonl(path: str, kind: type):
+def _rows(path: str, kind: type):
   if not os.path.isfile(path):
     raise ValueError(f"search: no file {path!r}; build a corpus with: python -m jaxagent.envs.search build FOLDER")
-  with open(path, encoding="utf-8") as file:
-    for number, line in enumerate(file, 1):
-      try:
-        row = json.loads(line)
-        yield kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
-      except (json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise ValueError(f"search: {path}, line {number}: not a {kind.__name__.lower()}: {error}") from None
+  for where, row in read_jsonl(path):
+    try:
+      yield kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+    except TypeError as error:
+      raise ValueError(f"search: {where}: not a {kind.__name__.lower()}: {error}") from None

@@ -13,7 +13,7 @@ from jaxagent.envs.search.corpus import Document
 
 Encode = Callable[[list[str]], Float[np.ndarray, "n d"]]
 POINTS_PER_LIST = 39  # that FAISS wants for training each centroid
-BATCH = 256  # documents that are encoded at once
+BATCH = 256  # texts that are encoded at once
 
 
 class Retriever(Protocol):
@@ -87,20 +87,20 @@ class Dense:
 
 def recall(dense: Dense, queries: Sequence[str], *, top_k: int = 5, probes: int | None = None) -> float:
   """Share of the `top_k` nearest documents, by exact search, that the index finds; the mean over the queries."""
-  vectors = _unit(np.concatenate([dense._encode(list(queries[i : i + BATCH])) for i in range(0, len(queries), BATCH)]))
+  vectors = _in_batches(queries, dense._encode)
   flat = _faiss().IndexFlatIP(vectors.shape[1])
   flat.add(dense.vectors)
   top_k = min(top_k, len(dense.vectors))
   _, exact = flat.search(vectors, top_k)
-  if probes is not None and hasattr(dense.index, "nprobe"):
-    dense.index.nprobe = probes
-  _, found = dense.index.search(vectors, top_k)
+  inverted = probes is not None and hasattr(dense.index, "nprobe")
+  _, found = dense.index.search(
+    vectors, top_k, params=_faiss().SearchParametersIVF(nprobe=probes) if inverted else None
+  )
   return float(np.mean([len(set(e) & set(f)) / top_k for e, f in zip(exact, found)]))
 
 
 def encoded(documents: Sequence[Document], encode: Encode) -> Float[np.ndarray, "n d"]:
-  texts = [f"{d.title}\n{d.text}" for d in documents]
-  return _unit(np.concatenate([encode(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]))
+  return _in_batches([f"{d.title}\n{d.text}" for d in documents], encode)
 
 
 def as_encode(found: Any, *, what: str) -> Encode:
@@ -117,6 +117,10 @@ def as_encode(found: Any, *, what: str) -> Encode:
 def load_vectors(folder: str | None) -> Float[np.ndarray, "n d"] | None:
   path = Path(folder or "", "vectors.npy")
   return np.load(path) if folder is not None and path.is_file() else None
+
+
+def _in_batches(texts: Sequence[str], encode: Encode) -> Float[np.ndarray, "n d"]:
+  return _unit(np.concatenate([encode(list(texts[i : i + BATCH])) for i in range(0, len(texts), BATCH)]))
 
 
 def _unit(vectors: Any) -> Float[np.ndarray, "n d"]:

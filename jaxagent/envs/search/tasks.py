@@ -20,7 +20,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from jaxagent.envs.base import Action, Malformed, Message, Observation, Step, ToolCall
+from jaxagent.checks import check_options
+from jaxagent.envs.base import Action, Malformed, Message, Observation, Step, ToolCall, with_system
 from jaxagent.envs.importing import attribute
 from jaxagent.envs.search import tiny
 from jaxagent.envs.search.corpus import Corpus, Document, Question, read
@@ -79,7 +80,8 @@ class Search:
   held_out: float = 0.1
 
   def __post_init__(self):
-    rules = [
+    check_options(
+      "search: ",
       (self.hops is None or self.hops >= 1, "hops", self.hops, "at least 1, or null"),
       (self.questions is None or self.questions >= 1, "questions", self.questions, "at least 1, or null"),
       (self.reward in REWARDS, "reward", self.reward, f"one of {', '.join(REWARDS)}"),
@@ -92,10 +94,7 @@ class Search:
       (self.argument in ("query", "input"), "argument", self.argument, "'query' or 'input'"),
       ("{question}" in self.prompt, "prompt", self.prompt, "a text with {question}"),
       (0 < self.held_out < 1, "held_out", self.held_out, "in (0, 1)"),
-    ]
-    for ok, name, got, want in rules:
-      if not ok:
-        raise ValueError(f"search: {name} must be {want}, got {got!r}")
+    )
     _ = self.retrieve, self._questions  # files and packages are read, and their faults reported, here
 
   @functools.cached_property
@@ -154,8 +153,7 @@ class Search:
     return {"type": "function", "function": {"name": "search", "description": about, "parameters": parameters}}
 
   def opening(self, question: Question) -> tuple[Message, ...]:
-    system = () if self.system is None else ({"role": "system", "content": self.system},)
-    return (*system, {"role": "user", "content": self.prompt.replace("{question}", question.text)})
+    return with_system(self.system, {"role": "user", "content": self.prompt.replace("{question}", question.text)})
 
   def found(self, query: str) -> tuple[list[Message], list[str]]:
     """What the tool says to a query, and the chunks in it."""

@@ -19,7 +19,8 @@ import functools
 import random
 from typing import Any
 
-from jaxagent.envs.base import Action, Message, Observation, Step
+from jaxagent.checks import check_options
+from jaxagent.envs.base import Action, Message, Observation, Step, with_system
 from jaxagent.envs.splits import require_split, split_of, task_seed
 from jaxagent.envs.team.instance import OPTIONS, TOPICS, Instance, draw
 from jaxagent.envs.team.meeting import CONDITIONS, DECIDER, VOTE, Meeting, Rules
@@ -56,7 +57,8 @@ class Team:
   def __post_init__(self):
     object.__setattr__(self, "roles", tuple(self.roles) or tuple(f"agent{i + 1}" for i in range(max(self.agents, 0))))
     facts = self.keys + self.shared + self.agents * self.private
-    rules = [
+    check_options(
+      "team: ",
       (2 <= self.agents <= 8, "agents", self.agents, "in 2..8"),
       (3 <= self.options <= len(OPTIONS), "options", self.options, f"in 3..{len(OPTIONS)}"),
       (self.keys >= 2, "keys", self.keys, "at least 2: one fact cannot be distributed"),
@@ -71,10 +73,7 @@ class Team:
         len(set(self.roles)) == self.agents and all(role and "\n" not in role for role in self.roles), "roles",
         self.roles, f"{self.agents} different names",
       ),
-    ]  # fmt: skip
-    for ok, name, got, want in rules:
-      if not ok:
-        raise ValueError(f"team: {name} must be {want}, got {got!r}")
+    )  # fmt: skip
     _ = self._tokenizer  # a folder without a tokenizer is reported here
 
   @functools.cached_property
@@ -107,8 +106,7 @@ class Team:
     return ({"role": "user", "content": text},)
 
   def opening(self, meeting: Meeting, seat: int) -> Observation:
-    system = () if self.system is None else ({"role": "system", "content": self.system},)
-    return Observation((*system, *self.message(meeting.opening(seat))))
+    return Observation(with_system(self.system, *self.message(meeting.opening(seat))))
 
   def demonstration(self, index: int) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
     """What one seat reads and writes where everyone tells their key facts and decides by what they know and heard.

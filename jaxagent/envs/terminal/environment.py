@@ -14,7 +14,8 @@ import dataclasses
 import random
 from typing import Any
 
-from jaxagent.envs.base import Action, Malformed, Message, Observation, Step, ToolCall
+from jaxagent.checks import check_options
+from jaxagent.envs.base import Action, Malformed, Message, Observation, Step, ToolCall, fault, with_system
 from jaxagent.envs.splits import require_split, split_of, task_seed
 from jaxagent.envs.terminal.confinement import SandboxLimits, require_confinement
 from jaxagent.envs.terminal.sandbox import Sandbox, SandboxGone
@@ -58,15 +59,13 @@ class Terminal:
     object.__setattr__(self, "kinds", kinds)
     known = bool(kinds) and set(kinds) <= set(KINDS) and len(set(kinds)) == len(kinds)
     least = 2 if self.level == "tiny" else 4
-    rules = [
+    check_options(
+      "terminal: ",
       (known, "kinds", kinds, f"some of {', '.join(KINDS)}, each once"),
       (self.level in LEVELS, "level", self.level, f"one of {', '.join(LEVELS)}"),
       (self.max_turns >= least, "max_turns", self.max_turns, f"at least {least}: what a solution takes"),
       (self.shown >= 64, "shown", self.shown, "at least 64 bytes"),
-    ]
-    for ok, name, got, want in rules:
-      if not ok:
-        raise ValueError(f"terminal: {name} must be {want}, got {got!r}")
+    )
     object.__setattr__(self, "limits", _limits(self.limits))
     require_confinement()
 
@@ -76,6 +75,10 @@ class Terminal:
 
   def environment(self, split: str, index: int) -> tuple["TerminalEpisode", int]:
     return TerminalEpisode(self, require_split(split)), task_seed(split, index)
+
+  def kind(self, split: str, index: int) -> str:
+    """One of `kinds`."""
+    return self.task(split, task_seed(split, index)).name.partition("/")[0]
 
   def task(self, split: str, seed: int) -> Task:
     rng = random.Random(seed)
@@ -97,8 +100,7 @@ class Terminal:
     return (*self.opening(task), *turns, {"role": "assistant", "content": "done"}), (TOOL,)
 
   def opening(self, task: Task) -> tuple[Message, ...]:
-    system = () if self.system is None else ({"role": "system", "content": self.system},)
-    return (*system, {"role": "user", "content": task.prompt})
+    return with_system(self.system, {"role": "user", "content": task.prompt})
 
 
 class TerminalEpisode:
@@ -147,8 +149,7 @@ class TerminalEpisode:
 
   async def _reply(self, call: ToolCall | Malformed) -> Message:
     """What is wrong with a call goes back to the model; it does not end the episode."""
-    error = fault(call)
-    if error:
+    if error := fault(call, "bash"):
       return {"role": "tool", "name": "bash", "content": f"error: {error}"}
     result = await self._sandbox.run(call.arguments["input"])
     self._reports += [f"turn {self._turns}: {note}" for note in result.notes]
@@ -162,17 +163,6 @@ class TerminalEpisode:
       "reports": tuple(self._reports),
     }
     return Step(outcome=verdict.outcome, status=status, cause=verdict.cause, info=info)
-
-
-def fault(call: ToolCall | Malformed) -> str:
-  """What is wrong with a call, "" if nothing is."""
-  if isinstance(call, Malformed):
-    return call.error
-  if call.name != "bash":
-    return f"no tool {call.name[:16]!r}, only bash"
-  if set(call.arguments) != {"input"} or not isinstance(call.arguments["input"], str):
-    return "bash takes one text, input"
-  return ""
 
 
 def _limits(given: Any) -> SandboxLimits:

@@ -19,7 +19,8 @@ the domains and the scorers are reconstructions: only the authors' summary of th
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxagent.envs.base import Action, Message, Observation, Step, ToolCall
+from jaxagent.checks import check_options
+from jaxagent.envs.base import Action, Message, Observation, Step, ToolCall, with_system
 from jaxagent.envs.splits import require_split, split_of, task_seed
 from jaxagent.envs.workflow import judge as rules
 from jaxagent.envs.workflow.cleaning import CLEANING
@@ -69,7 +70,8 @@ class Workflow:
     object.__setattr__(self, "domains", tuple(names))
     most = min((len(DOMAINS[name].corruptions) for name in self.domains if name in DOMAINS), default=1)
     optional = lambda value, low, high: value is None or low <= value <= high  # noqa: E731
-    rules = [
+    check_options(
+      "workflow: ",
       (
         self.domains and set(self.domains) <= set(DOMAINS) and len(set(self.domains)) == len(self.domains),
         "domains", self.domains, f"different ones of {', '.join(DOMAINS)}",
@@ -83,10 +85,7 @@ class Workflow:
       (self.max_calls >= 1, "max_calls", self.max_calls, "at least 1"),
       (self.max_output >= 16, "max_output", self.max_output, "at least 16 characters"),
       (self.progress_weight >= 0, "progress_weight", self.progress_weight, "at least 0"),
-    ]  # fmt: skip
-    for ok, name, got, want in rules:
-      if not ok:
-        raise ValueError(f"workflow: {name} must be {want}, got {got!r}")
+    )  # fmt: skip
     if self.sizes.rows < (needed := self.sizes.classes * self.sizes.defects):
       raise ValueError(
         f"workflow: rows must be at least classes * defects = {needed}, got {self.sizes.rows}; each defect has a record"
@@ -103,8 +102,11 @@ class Workflow:
     return None
 
   def environment(self, split: str, index: int) -> tuple["WorkflowEpisode", int]:
-    domain = self.domains[index % len(self.domains)]
-    return WorkflowEpisode(self, domain, require_split(split)), task_seed(split, index)
+    return WorkflowEpisode(self, self.kind(split, index), require_split(split)), task_seed(split, index)
+
+  def kind(self, split: str, index: int) -> str:
+    """The task's domain."""
+    return self.domains[index % len(self.domains)]
 
   def task(self, domain: str, split: str, seed: int) -> Task:
     """The first task of the split among those of seed, seed + stride, ..."""
@@ -118,19 +120,18 @@ class Workflow:
   def judge(self, question: Any) -> str:
     """What the task's contract says of an attempt: see `jaxagent.judges`."""
     index = question.facts["task"]
-    task = self.task(self.domains[index % len(self.domains)], "train", task_seed("train", index))
+    task = self.task(self.kind("train", index), "train", task_seed("train", index))
     return rules.judge(task, question.kind, dict(question.facts), max_calls=self.max_calls)
 
   def opening(self, task: Task) -> tuple[Message, ...]:
     words = task.rules if self.rules == "prompt" else f"Do what {RULES_FILE} says, then write done."
     if self.rules == "prompt":
       words += f"\nFiles: {', '.join(sorted(task.files))}. When all is right, write done."
-    system = () if self.system is None else ({"role": "system", "content": self.system},)
-    return (*system, {"role": "user", "content": words})
+    return with_system(self.system, {"role": "user", "content": words})
 
   def demonstration(self, index: int) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
     """The reference solution: every file read, then one repair a turn, by one who sees no more than the agent."""
-    task = self.task(self.domains[index % len(self.domains)], "train", task_seed("train", index))
+    task = self.task(self.kind("train", index), "train", task_seed("train", index))
     workspace = Workspace(dict(task.files), self.max_output)
     messages = list(self.opening(task))
     for call in (*_reading(task), *reference_calls(task)):
