@@ -283,11 +283,11 @@ ONE = Task("x/one", "p", (), facts=(Content("d/a", "a"),))
   "command",
   [
     "mkdir d; ln -s /tmp/a d/a; echo a > /tmp/a", "mkdir e; echo a > e/a; ln -s e d", "mkdir d; mkfifo d/a",
-    "mkdir d; ln -s /proc/self/root/work/x d/a; echo a > x", "mkdir d; ln -s a d/a", "mkdir d; ln -s /dev/zero d/a",
+    "mkdir d; ln -s /proc/self/root/sandbox/x d/a; echo a > x", "mkdir d; ln -s a d/a", "mkdir d; ln -s /dev/zero d/a",
     "mkdir d; truncate -s 8M d/a", "mkdir -p d/a", "mkdir d; echo a > d/b; chmod 0 d", "echo a > d",
     "mkdir d; perl -MIO::Socket::UNIX -e 'IO::Socket::UNIX->new(Local => \"d/a\", Listen => 1) or die'",
     "mkdir d; for i in $(seq 300); do echo a > d/$(printf \"%0200d\" $i); done",
-    "for i in $(seq 300); do mkdir d; cd d; done; echo a > a; cd /work; rm -f d/a",
+    "for i in $(seq 300); do mkdir d; cd d; done; echo a > a; cd /sandbox; rm -f d/a",
     "mkdir d; (while :; do rm -f d/a; ln -s /tmp/a d/a; done) & echo a > /tmp/a; sleep 0.2",
   ],
 )  # fmt: skip
@@ -305,7 +305,7 @@ PROGRAM = Task("x/program", "p", (), cases=tuple(Case("f.sh", (str(n),), "x\n", 
     ("echo $(($1*7))", 20), ("read x; [ $x = x ] && echo $(($1*7))", 20), ("echo 21", 5), ("echo $(($1*7)); exit 1", 0),
     ("sleep 9", 0), ("[ $1 = 5 ] && sleep 9; echo $(($1*7))", 5), (":(){ :|:& };:; wait", 0), ("yes", 0),
     ("setsid sleep 9 & echo $(($1*7))", 20), ("echo 21 >> /tmp/seen; cat /tmp/seen", 5),
-    ("cat ../*/*.py /work/* /tmp/* | grep -ao '2[1]'", 0), ("kill -9 -1", 0), ("kill -9 $PPID", 0),
+    ("cat ../*/*.py /sandbox/* /tmp/* | grep -ao '2[1]'", 0), ("kill -9 -1", 0), ("kill -9 $PPID", 0),
     ("for i in $(seq 9999); do : > $i; done; echo $(($1*7))", 0), ("head -c 99999 /dev/zero", 0), ("", 0),
     ("echo $(($1*7)) >&2", 0), ("cat given 2>&1; echo $(($1*7)) | tee -a f.sh", 0),
   ],
@@ -355,7 +355,7 @@ def test_verifying_where_no_sandbox_can_be_had_is_a_failure_and_no_reward(monkey
 
 def test_what_the_verifier_knows_is_not_in_the_sandbox():
   task = dataclasses.replace(PROGRAM, cases=tuple(dataclasses.replace(c, output="xyzzy") for c in PROGRAM.cases))
-  for command in ("grep -rl xyzzy /work /tmp /etc /proc/*/environ /proc/*/cmdline 2>/dev/null", "env; set"):
+  for command in ("grep -rl xyzzy /sandbox /tmp /etc /proc/*/environ /proc/*/cmdline 2>/dev/null", "env; set"):
     assert "xyzzy" not in said(play(task, command)[-1]).replace(command, "")
 
 
@@ -424,7 +424,9 @@ def test_the_same_seed_gives_the_same_episode():
     await episode.close()
     return observation, step
 
-  assert asyncio.run(opening()) == asyncio.run(opening())
+  observation, step = asyncio.run(opening())
+  assert (observation, step) == asyncio.run(opening())
+  assert step.info["task"].startswith(f"{tasks.kind('eval', 5)}/")
 
 
 def test_mode_sees_the_content_too():

@@ -17,7 +17,7 @@ import jaxagent
 from jaxagent.envs.terminal.syscalls import seccomp_filter
 
 MIB = 2**20
-FOLDER, SCRATCH = "/work", "/tmp"
+FOLDER, SCRATCH = "/sandbox", "/tmp"
 SHELL = "/shell"  # bash as the first process runs it
 NOBODY = "65534"
 PACKAGE = Path(jaxagent.__file__).resolve().parent
@@ -35,8 +35,9 @@ class SandboxLimits:
   `processes`: threads included [RLIMIT_NPROC, counted in the sandbox's own user namespace; cgroup v2 `pids.max`].
   `open_files`: of a process [RLIMIT_NOFILE].
   `file_size`: of a file [RLIMIT_FSIZE].
-  `disk`: all content of /work, and as much again of /tmp [size of their tmpfs].
-  `files`: files and folders in /work, and in /tmp [looked at five times a second; beyond it the sandbox is stopped].
+  `disk`: all content of /sandbox, and as much again of /tmp [size of their tmpfs].
+  `files`: files and folders in /sandbox, and in /tmp [looked at five times a second; beyond it the sandbox is
+    stopped].
   `output`: that a command prints [counted outside; beyond it the command is killed].
   `wall`: of a command [a clock outside; beyond it the command is killed].
   None at all: core dumps, locked memory, message queues [RLIMIT_CORE, RLIMIT_MEMLOCK, RLIMIT_MSGQUEUE], and what no
@@ -72,7 +73,7 @@ class SandboxLimits:
 # A command starts in the folder and with the exported variables that the last one ended with. One line: bash counts the
 # command's own lines from there.
 COMMAND = (
-  "[ -f /tmp/.shell ] && . /tmp/.shell; cd -- \"$PWD\" || cd /work;"
+  f'[ -f /tmp/.shell ] && . /tmp/.shell; cd -- "$PWD" || cd {FOLDER};'
   " trap '{ export -p >/tmp/.shell.new && /bin/mv -f /tmp/.shell.new /tmp/.shell; } 2>/dev/null' EXIT;"
   ' echo 1000 >/proc/self/oom_score_adj; exec 2>&1; eval "$1"'
 )
@@ -110,7 +111,7 @@ while read -r key value _; do
 done </proc/self/status
 for file in / /usr/ /dev/ /etc/; do (: >"${file}jaxagent-probe") 2>/dev/null && echo "$file can be written"; done
 (: </proc/1/environ) 2>/dev/null && echo 'the first process is open to the others'
-(: >/work/probe) 2>/dev/null || echo '/work cannot be written'
+(: >probe) 2>/dev/null || echo 'the folder cannot be written'
 while read -r name _; do
   [[ $name = lo: || $name != *: ]] || echo "network $name"
 done </proc/net/dev

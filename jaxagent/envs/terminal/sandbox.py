@@ -5,10 +5,11 @@
     sandbox.folder.read("a.txt", 1000)         # from outside, symlink-safe
     await sandbox.close()                      # no process is left
 
-No network; only /work (the folder) and /tmp can be written; namespaces of its own for users, processes, IPC, host name,
-cgroups and network; no capabilities, an empty environment. Each command is a bash of its own that starts in the folder
-and with the exported variables that the last one ended with, so a command that kills its shell, or is killed, costs
-nothing but itself. What a command leaves running is killed at its end. `SandboxLimits` names what bounds each resource.
+No network; only /sandbox (the folder) and /tmp can be written; namespaces of its own for users, processes, IPC, host
+name, cgroups and network; no capabilities, an empty environment. Each command is a bash of its own that starts in the
+folder and with the exported variables that the last one ended with, so a command that kills its shell, or is killed,
+costs nothing but itself. What a command leaves running is killed at its end. `SandboxLimits` names what bounds each
+resource.
 """
 
 import asyncio
@@ -79,7 +80,7 @@ class SandboxGone(Exception):
 class Sandbox:
   """Of one event loop; holds eight descriptors and two processes of this machine.
 
-  `folder` is its /work, seen from outside: also after the sandbox was stopped, until `close`.
+  `folder` is its /sandbox, seen from outside: also after the sandbox was stopped, until `close`.
   """
 
   def __init__(self, limits: SandboxLimits, shown: int):

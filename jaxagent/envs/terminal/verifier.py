@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxagent.envs.terminal.confinement import SandboxLimits
+from jaxagent.envs.terminal.confinement import FOLDER, SandboxLimits
 from jaxagent.envs.terminal.folder import Folder
 from jaxagent.envs.terminal.sandbox import Sandbox, SandboxGone
 from jaxagent.envs.terminal.tasks.task import ASSERTIONS, Case, Task, text
@@ -100,7 +100,7 @@ class Verifier:
 
   async def _case(self, sandbox: Sandbox, case: Case) -> tuple[bool, bool]:
     words = shlex.join(["bash", case.script, *case.arguments])
-    command = f"cd /work; printf %s {shlex.quote(case.stdin)} | {words} 2>/dev/null"
+    command = f"cd {FOLDER}; printf %s {shlex.quote(case.stdin)} | {words} 2>/dev/null"
     result = await sandbox.run(command, wall=min(CASE_WALL, self._limits.wall))
     right = result.output.strip() == case.output and result.code == 0 and not result.killed
     return right, bool(result.killed)

@@ -15,14 +15,8 @@ def ini(rng: random.Random) -> Task:
   changes = {place: str(rng.randint(100, 999)) for place in chosen}
   listing = "\n".join(f"[{section}] {key} = {value}" for (section, key), value in changes.items())
   edits = "; ".join(rf"/^\[{s}\]/,/^$/ s/^{key} = .*/{key} = {value}/" for (s, key), value in changes.items())
-  return Task(
-    "config/ini",
-    f"app.ini has sections with the same keys in each. Make these changes and no others.\n{listing}",
-    (f"sed -i '{edits}' app.ini",),
-    tuple(Setting("app.ini", "ini", place, value) for place, value in changes.items()),
-    files=(("app.ini", text),),
-    guards=(_others("app.ini", "ini", text, changes),),
-  )
+  prompt = f"app.ini has sections with the same keys in each. Make these changes and no others.\n{listing}"
+  return _change("config/ini", prompt, (f"sed -i '{edits}' app.ini",), "app.ini", "ini", text, changes)
 
 
 def env(rng: random.Random) -> Task:
@@ -31,22 +25,19 @@ def env(rng: random.Random) -> Task:
   changed = {name: str(rng.randint(100, 999)) for name in rng.sample(names[:10], 5)}
   added = {name: str(rng.randint(100, 999)) for name in names[13:]}
   removed = names[11:13]
-  value = {(name,): v for name, v in (changed | added).items()} | {(name,): None for name in removed}
+  changes = {(name,): v for name, v in (changed | added).items()} | {(name,): None for name in removed}
   pairs = ", ".join(f"{name}={v}" for name, v in (changed | added).items())
   edits = "; ".join(f"s/^{name}=.*/{name}={v}/" for name, v in changed.items())
-  return Task(
-    "config/env",
+  prompt = (
     f"In settings.env, set {pairs}; those that are not there yet are to be added. Remove {' and '.join(removed)}."
-    " Leave all others as they are.",
-    (
-      f"sed -i '{edits}' settings.env",
-      f"printf '%s\\n' {' '.join(f'{name}={v}' for name, v in added.items())} >> settings.env",
-      f"sed -i '{'; '.join(f'/^{name}=/d' for name in removed)}' settings.env",
-    ),
-    tuple(Setting("settings.env", "env", place, v) for place, v in value.items()),
-    files=(("settings.env", text),),
-    guards=(_others("settings.env", "env", text, value),),
+    " Leave all others as they are."
   )
+  solution = (
+    f"sed -i '{edits}' settings.env",
+    f"printf '%s\\n' {' '.join(f'{name}={v}' for name, v in added.items())} >> settings.env",
+    f"sed -i '{'; '.join(f'/^{name}=/d' for name in removed)}' settings.env",
+  )
+  return _change("config/env", prompt, solution, "settings.env", "env", text, changes)
 
 
 def json_values(rng: random.Random) -> Task:
@@ -58,14 +49,8 @@ def json_values(rng: random.Random) -> Task:
   changes = {place: rng.randint(100, 999) for place in chosen}
   listing = ", ".join(f"{'.'.join(place)} to {value}" for place, value in changes.items())
   edits = "; ".join(f's/"{name}": [0-9]*/"{name}": {value}/' for (_, name), value in changes.items())
-  return Task(
-    "config/json",
-    f"In config.json change {listing}. It must stay valid JSON; leave all other values as they are.",
-    (f"sed -i '{edits}' config.json",),
-    tuple(Setting("config.json", "json", place, value) for place, value in changes.items()),
-    files=(("config.json", text),),
-    guards=(_others("config.json", "json", text, changes),),
-  )
+  prompt = f"In config.json change {listing}. It must stay valid JSON; leave all other values as they are."
+  return _change("config/json", prompt, (f"sed -i '{edits}' config.json",), "config.json", "json", text, changes)
 
 
 def put(rng: random.Random) -> Task:
@@ -73,10 +58,8 @@ def put(rng: random.Random) -> Task:
   old, new = rng.sample(range(10, 100), 2)
   which = rng.choice(names)
   text = "".join(f"{name}={old}\n" for name in names)
-  facts = (Setting("c", "env", (which,), str(new)),)
-  guards = (_others("c", "env", text, {(which,): new}),)
   solution = (f"sed -i s/{which}=.*/{which}={new}/ c",)
-  return Task("config/put", f"In c set {which}={new}", solution, facts, files=(("c", text),), guards=guards)
+  return _change("config/put", f"In c set {which}={new}", solution, "c", "env", text, {(which,): str(new)})
 
 
 def append(rng: random.Random) -> Task:
@@ -91,16 +74,18 @@ def drop(rng: random.Random) -> Task:
   names = words(rng, 3, 3)
   path, which = word(rng, 4), rng.choice(names)
   text = "".join(f"{name}={rng.randint(1, 9)}\n" for name in names)
-  guards = (_others(path, "env", text, {(which,): None}),)
-  facts = (Setting(path, "env", (which,), None),)
   solution = (f"sed -i /{which}/d {path}",)
-  return Task("config/drop", f"Remove {which} from {path}", solution, facts, files=((path, text),), guards=guards)
+  return _change("config/drop", f"Remove {which} from {path}", solution, path, "env", text, {(which,): None})
 
 
-def _others(path: str, format: str, text: str, changes: dict) -> Others:
-  settings = parsed(text, format) or {}
-  kept = tuple((place, value) for place, value in settings.items() if place not in changes)
-  return Others(path, format, frozenset(changes), kept)
+def _change(
+  name: str, prompt: str, solution: tuple[str, ...], path: str, format: str, text: str, changes: dict
+) -> Task:
+  """`changes` of the settings in `text`, which is the file `path`: new values, None to remove; all others stay."""
+  facts = tuple(Setting(path, format, place, value) for place, value in changes.items())
+  kept = tuple((place, value) for place, value in parsed(text, format).items() if place not in changes)
+  guards = (Others(path, format, frozenset(changes), kept),)
+  return Task(name, prompt, solution, facts, files=((path, text),), guards=guards)
 
 
 FULL = (ini, env, json_values)
