@@ -93,7 +93,7 @@ def test_failed_rollouts_are_not_shown_and_hold_anything():
   ):  # fmt: skip
     seen = []
     columns, _ = run(annotator, rows, lambda q: seen.append(q) or json.dumps(answer))  # noqa: B023
-    assert all("\\\"a\\\"" not in q.messages[0]["content"] for q in seen) and seen
+    assert all('"a"' not in q.messages[0]["content"] for q in seen) and seen
     assert all(x[0] is not None for x in columns.values())
 
 

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from jaxagent.envs.workflow.draft import Draft
+from jaxagent.envs.workflow.draft import Draft, pieces
 from jaxagent.envs.workflow.world import (
   Corruption,
   Domain,
@@ -57,7 +57,7 @@ def _rename(files: Files, key: str, rng: random.Random) -> Files:
 def _solve(draft: Draft) -> None:
   draft.name_columns("orders.csv", COLUMNS)
   draft.map_cells("orders.csv", lambda c: [*c[:2], _region(c[2]), c[3]])
-  draft.map_cells("orders.csv", lambda c: [*c[:3], _pieces(c[3])])
+  draft.map_cells("orders.csv", lambda c: [*c[:3], pieces(c[3])])
   draft.drop_repeats("orders.csv")
   draft.restore("orders.csv", "archive.csv")
   orders = draft.records("orders.csv")
@@ -67,10 +67,6 @@ def _solve(draft: Draft) -> None:
 
 def _region(cell: str) -> str:
   return next(region for region in REGIONS if region[0] == cell[0].lower())
-
-
-def _pieces(cell: str) -> str:
-  return str(12 * int(cell.removesuffix("dz"))) if cell.endswith("dz") else cell
 
 
 CLEANING = Domain(

@@ -72,3 +72,8 @@ class Draft:
 
   def _sep(self, path: str) -> str:
     return "," if path.endswith(".csv") else " "
+
+
+def pieces(number: str) -> str:
+  """A number that may count dozens: "3dz" is 36."""
+  return str(12 * int(number.removesuffix("dz"))) if number.endswith("dz") else number

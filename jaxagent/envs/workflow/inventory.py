@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from jaxagent.envs.workflow.draft import Draft
+from jaxagent.envs.workflow.draft import Draft, pieces
 from jaxagent.envs.workflow.world import Corruption, Domain, Files, change_cell, keys, record, rows, table
 
 LOW = 60  # an item with less is reordered
@@ -60,7 +60,7 @@ def _other_number(cell: str, rng: random.Random) -> str:
 def _solve(draft: Draft) -> None:
   calendar = draft.record("calendar.json")
   draft.map_cells("moves.csv", lambda c: [*c[:3], _signed(c[2], c[3])])
-  draft.map_cells("moves.csv", lambda c: [*c[:3], _pieces(c[3])])
+  draft.map_cells("moves.csv", lambda c: [*c[:3], pieces(c[3])])
   stock = {item: int(opening) for item, opening in draft.records("items.csv")}
   for _, item, _, change in draft.records("moves.csv"):
     stock[item] += int(change)
@@ -74,10 +74,6 @@ def _solve(draft: Draft) -> None:
 
 def _signed(kind: str, change: str) -> str:
   return change.lstrip("-") if kind == "in" else f"-{change.lstrip('-')}"
-
-
-def _pieces(change: str) -> str:
-  return str(12 * int(change.removesuffix("dz"))) if change.endswith("dz") else change
 
 
 INVENTORY = Domain(

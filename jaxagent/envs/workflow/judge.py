@@ -45,8 +45,8 @@ def judge(task: Task, kind: str, facts: dict[str, Any], *, max_calls: int) -> st
   if kind in ("draco/task", "draco/rollout", "draco/merge"):
     return json.dumps({"criteria": _criteria(task) if kind == "draco/task" else _known(kind, facts)})
   if kind == "taspo/match":
-    applies = [i for i, (_, when) in enumerate(facts["items"], 1) if when in _conditions(task)]
-    return json.dumps({"applies": applies})
+    known = [when for when, _ in _guidance(task).values()]
+    return json.dumps({"applies": [i for i, (_, when) in enumerate(facts["items"], 1) if when in known]})
   answers = {
     "shaping/progress": _progress, "cliff/first_error": _first_error, "draco/verdicts": _verdicts,
     "draco/credit": _credits, "taspo/evidence": _evidence,
@@ -106,23 +106,18 @@ def _credits(task: Task, attempt: Attempt, facts: dict[str, Any]) -> dict[str, l
   return {"credits": [{"criterion": i, "verdict": verdict, "steps": steps} for i, verdict, steps in found]}
 
 
-def _conditions(task: Task) -> dict[str, str]:
-  """When a rule applies, and the rule."""
-  drawn = {name for name, _ in task.contract.stages}
-  rules = {c.name: c.rule for c in task.domain.corruptions if c.name in drawn}
-  return {f"{task.domain.name} with defects of class {name}": rule for name, rule in rules.items()}
+def _guidance(task: Task) -> dict[str, tuple[str, str]]:
+  """Of each stage with defects: when its rule applies, and the rule."""
+  rules = {corruption.name: corruption.rule for corruption in task.domain.corruptions}
+  domain = task.domain.name
+  return {name: (f"{domain} with defects of class {name}", rules[name]) for name, _ in task.contract.stages}
 
 
 def _evidence(task: Task, attempt: Attempt, facts: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
   found = []
-  for (name, _), (when, rule) in zip(task.contract.stages, sorted(_conditions(task).items(), key=_by_stage(task))):
+  for name, (when, rule) in _guidance(task).items():
     scores = [scores[name] for scores in attempt.scores]
     steps = [step + 1 for step in range(len(attempt.replies)) if scores[step + 1] > scores[step]]
     if steps:
       found.append({"guidance": rule, "when": when, "steps": steps})
   return {"items": found}
-
-
-def _by_stage(task: Task):
-  order = [name for name, _ in task.contract.stages]
-  return lambda pair: order.index(pair[0].rpartition(" ")[2])
