@@ -128,7 +128,7 @@ class MethodSection:
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-  """Read by methods that ask about rollouts: draco, cliff, taspo, shaping; the encoder by scpo."""
+  """Read by methods that ask about rollouts: draco, cliff, taspo, shaping; the encoder by scpo; and by a funnel."""
 
   backend: Literal["rules", "endpoint", "policy"] | None = None  # the environment's own rules, a server, the policy
   base_url: str | None = None  # of the endpoint: http://127.0.0.1:8000/v1

@@ -39,12 +39,12 @@ from jaxagent.training import loop, supervise
 from jaxagent.training.build import Parts, build, build_engine, build_model
 from jaxagent.training.checkpoint import Checkpointer, CheckpointError
 from jaxagent.training.interrupt import Interrupted
-from jaxagent.training.phases import OutOfMemory
+from jaxagent.training.phases import NonFinite, OutOfMemory
 from jaxagent.training.reflection import Reflect
 from jaxagent.training.supervise import Examples
 from jaxagent.types import Rollouts
 
-USER_ERRORS = (ValueError, OSError, CheckpointError, OutOfMemory, loop.NonFinite)
+USER_ERRORS = (ValueError, OSError, CheckpointError, OutOfMemory, NonFinite)
 LOCK = "lock"
 EVALUATION, REFERENCE = 3, 4  # streams of the run's key
 

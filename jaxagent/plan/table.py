@@ -19,7 +19,8 @@ def table(plan: Plan) -> str:
     "Bytes are of one device. Collectives: bytes received; a loop whose length only the run knows is counted once, so",
     "they are for the unit named. Estimates: 2 operations for each weight and token, attention at the mean context,",
     "at the chip's peak in bfloat16; memory traffic of weights and cache alone; collectives at the speed of all links,",
-    "nothing overlapped. They are bounds from below, not predictions.",
+    "nothing overlapped. They are bounds from below, not predictions. Each program is looked at alone: in a",
+    "run the train state, a reference or a critic, and the engine's weights and cache are there at the same time.",
   ]
   return "\n".join(lines)
 

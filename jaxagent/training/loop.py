@@ -58,7 +58,8 @@ class RunState:
 @dataclasses.dataclass(frozen=True)
 class Hooks:
   """What the loop tells the outside. `record` gets one metrics record a step; `rollouts` each batch, to look at again;
-  `evaluate(engine) -> metrics` runs on held-out tasks; `checkpointer` saves and restores; `warn` tells a person."""
+  `dump` keeps one whose update was not finite, and returns where; `evaluate(engine) -> metrics` runs on held-out tasks;
+  `checkpointer` saves and restores; `warn` tells a person."""
 
   record: Callable[[dict[str, Any]], None] = lambda record: None
   rollouts: Callable[[int, Rollouts, list[Trajectory]], Any] = lambda step, rollouts, trajectories: None

@@ -12,8 +12,9 @@ import pytest
 from jaxagent import config as configuration
 from jaxagent.models.config import DecoderConfig
 from jaxagent.models.decoder import decoder_policy
-from jaxagent.plan import Chip, Plan, ProgramPlan, chip_of, collectives, plan, table, topology_devices
+from jaxagent.plan import Chip, Plan, ProgramPlan, chip_of, collectives, plan, programs, table, topology_devices
 from jaxagent.plan.programs import active_weights, forward_flops, needed, per_device
+from jaxagent.training.build import abstract_parts
 from jaxagent.training.sharding import make_mesh
 
 libtpu = pytest.mark.skipif(
@@ -150,6 +151,15 @@ TINY = {
   "rollout.max_tokens": 128,
   "rollout.slots": 8,
 }
+
+
+def test_the_cache_of_a_policy_that_judges_holds_its_questions():
+  def cache_of(**changes):
+    config = configuration.load(None, {**TINY, **{k.replace("__", "."): v for k, v in changes.items()}})
+    mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
+    return programs._engine(config, abstract_parts(config, mesh), mesh)[2]
+
+  assert per_device(cache_of(judge__backend="policy", judge__context=4096)) == 32 * per_device(cache_of())
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from jaxagent.training import loop
 from jaxagent.training.build import build, critic_updates, total_updates
 from jaxagent.training.checkpoint import Checkpointer
 from jaxagent.training.critic import Fit, make_critic_step, make_value_scorer, to_fit, value_loss
+from jaxagent.training.phases import NonFinite
 from jaxagent.training.sharding import make_mesh
 from jaxagent.training.step import init_state
 
@@ -432,7 +433,7 @@ def test_any_optax_chain_may_be_the_critic_s():
 
 def test_a_critic_that_is_not_finite_stops_the_run_and_says_whose_loss_it_was():
   method = dataclasses.replace(ppo(), returns=lambda mask, reward: jnp.where(mask, jnp.inf, 0.0))
-  with pytest.raises(loop.NonFinite, match="the critic's loss or gradient"):
+  with pytest.raises(NonFinite, match="the critic's loss or gradient"):
     run(tiny_config(), method)
 
 

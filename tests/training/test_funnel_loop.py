@@ -386,5 +386,5 @@ def test_what_does_not_fit_is_said_of_its_own_phase(monkeypatch):
       raise RuntimeError("RESOURCE_EXHAUSTED: 1 byte")
 
   monkeypatch.setattr(loop.Update, "__call__", full)
-  with pytest.raises(OutOfMemory, match="^out of memory in the update phase; lower training.microbatch_rows"):
+  with pytest.raises(OutOfMemory, match=r"^out of memory in the update phase; lower training\.microbatch_rows"):
     scripted(monkeypatch, {"funnel.candidates": [GOOD], "run.steps": 1})

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from luck import TINY, Luck, LuckyTasks
 from thinned import thinned
 from tiny import ragged
 
@@ -17,54 +18,9 @@ from jaxagent.methods import credit, grpo, grpo_kl, otc, spo_plus_plus, weigh
 from jaxagent.training import loop
 from jaxagent.training.build import build
 from jaxagent.training.checkpoint import Checkpointer
+from jaxagent.training.phases import NonFinite
 
-TINY = {
-  "model.shape": {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 16},
-  "env.options": {"digits": 1},
-  "rollout.prompts": 2,
-  "rollout.samples": 4,
-  "rollout.max_turns": 2,
-  "rollout.max_tokens": 64,
-  "rollout.max_turn_tokens": 8,
-  "rollout.slots": 8,
-  "training.microbatch_rows": 8,
-  "optimizer.learning_rate": 1e-3,
-  "evaluation.tasks": 4,
-  "run.steps": 4,
-  "run.checkpoint_every": 1,
-  "tracking.gap_warning": 1e-3,
-}
 MOE = {"width": 16, "layers": 2, "heads": 2, "experts": 4, "experts_per_token": 2, "expert_width": 8}
-
-
-class Luck:
-  """The outcome is the parity of what was written: rewards differ within a group of a random policy."""
-
-  tool_format = None
-
-  async def reset(self, seed):
-    from jaxagent.envs.base import Observation
-
-    return {0: Observation(({"role": "user", "content": str(seed % 10)},))}
-
-  async def step(self, actions):
-    from jaxagent.envs.base import Step
-
-    return Step(outcome=float(sum(map(ord, actions[0].text)) % 2), status="done")
-
-  async def close(self):
-    pass
-
-
-class LuckyTasks:
-  def __init__(self, size=None, environment=Luck):
-    self._size, self._environment = size, environment
-
-  def size(self, split):
-    return self._size
-
-  def environment(self, split, index):
-    return self._environment(), index if split == "train" else 10_000 + index
 
 
 def tiny(**changes) -> configuration.Config:
@@ -148,7 +104,7 @@ def test_a_batch_that_is_not_finite_is_kept_and_not_applied(tmp_path):
   surrogate = lambda logp, advantage: jnp.where(advantage == 0, 0.0, logp * jnp.inf)  # noqa: E731
   method = dataclasses.replace(grpo, objective=dataclasses.replace(grpo.objective, surrogate=surrogate))
   hooks = loop.Hooks(dump=lambda step, *batch: kept.append((step, batch)) or "the dump")
-  with pytest.raises(loop.NonFinite, match="the batch is kept in the dump"):
+  with pytest.raises(NonFinite, match="the batch is kept in the dump"):
     run(config, hooks=hooks, method=method, tx=poison)
   assert len(kept) == 1
 

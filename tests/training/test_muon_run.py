@@ -2,56 +2,21 @@
 
 import jax
 import numpy as np
+from luck import TINY, LuckyTasks
 
 from jaxagent import config as configuration
-from jaxagent.envs.base import Observation, Step
 from jaxagent.training import loop
 from jaxagent.training.build import build
 from jaxagent.training.checkpoint import Checkpointer
 
-TINY = {
-  "model.shape": {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 16},
-  "rollout.prompts": 2,
-  "rollout.samples": 4,
-  "rollout.max_turns": 1,
-  "rollout.max_tokens": 64,
-  "rollout.max_turn_tokens": 8,
-  "rollout.slots": 8,
-  "optimizer.name": "muon",
-  "optimizer.learning_rate": 1e-2,
-  "evaluation.tasks": 4,
-  "run.checkpoint_every": 1,
-}
-
-
-class Parity:
-  """The outcome is the parity of what was written."""
-
-  tool_format = None
-
-  async def reset(self, seed):
-    return {0: Observation(({"role": "user", "content": str(seed % 10)},))}
-
-  async def step(self, actions):
-    return Step(outcome=float(sum(map(ord, actions[0].text)) % 2), status="done")
-
-  async def close(self):
-    pass
-
-
-class Parities:
-  def size(self, split):
-    return None
-
-  def environment(self, split, index):
-    return Parity(), index if split == "train" else 10_000 + index
+MUON = {**TINY, "optimizer.name": "muon", "optimizer.learning_rate": 1e-2}
 
 
 def run(steps, **hooks):
-  config, records = configuration.load(None, {**TINY, "run.steps": steps}), []
+  config, records = configuration.load(None, {**MUON, "run.steps": steps}), []
   resume = hooks.pop("resume", False)
   state = loop.train(
-    config, build(config, env=Parities()), hooks=loop.Hooks(record=records.append, **hooks), resume=resume
+    config, build(config, env=LuckyTasks()), hooks=loop.Hooks(record=records.append, **hooks), resume=resume
   )
   return jax.device_get(state), records
 
