@@ -1,5 +1,7 @@
 """Checks of arguments. Shapes always; values only where every array is concrete: nothing raises inside jit."""
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,12 @@ def check_options(prefix: str, *rules: tuple[Any, str, Any, str]) -> None:
   for holds, name, got, want in rules:
     if not holds:
       raise ValueError(f"{prefix}{name} must be {want}, got {got!r}")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+  """", did you mean 'x'?", for the end of a sentence about an unknown name; "" where none is close."""
+  near = difflib.get_close_matches(name, list(names), n=1)
+  return f", did you mean {near[0]!r}?" if near else ""
 
 
 def concrete(*arrays: Any) -> bool:

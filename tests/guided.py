@@ -4,14 +4,15 @@ Each rollout keeps to a demonstration, departs from it, or is the policy's own. 
 with one id allowed, so their log-probs, versions and routing are the policy's, as the trainer will see them.
 """
 
-import contextlib
 import dataclasses
+import functools
 import random
 import re
 
 import jax
 import numpy as np
 
+from jaxagent.rollout import episode
 from jaxagent.types import Completion
 
 HABITS = ("right", "right", "late", "early", "clumsy", "own")  # of a rollout: what it makes of the demonstration
@@ -40,11 +41,6 @@ class Guided:
     rng = random.Random(str([np.asarray(jax.random.key_data(key)).tolist(), index, self._engine.version]))
     habit = rng.choice(HABITS)
     return session if habit == "own" or not found else GuidedSession(session, self._chat, found, habit)
-
-  @contextlib.asynccontextmanager
-  async def participant(self):
-    async with self._engine.participant():
-      yield
 
 
 class GuidedSession:
@@ -80,11 +76,8 @@ class GuidedSession:
 
 def joined(pieces: list[Completion]) -> Completion:
   """One turn, drawn from the whole distribution as far as the trainer knows."""
-  whole = {}
-  for name in ("ids", "logp_rollout", "version", "entropy", "routing"):
-    parts = [getattr(piece, name) for piece in pieces]
-    whole[name] = None if any(part is None for part in parts) else np.concatenate(parts)
-  return Completion(logp_sampled=whole["logp_rollout"], finish=pieces[-1].finish, **whole)
+  whole = functools.reduce(episode._joined, pieces)
+  return dataclasses.replace(whole, logp_sampled=whole.logp_rollout)
 
 
 def changed(texts: tuple[str, ...], habit: str) -> tuple[str, ...]:

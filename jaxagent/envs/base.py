@@ -71,7 +71,7 @@ class Action:
 @dataclasses.dataclass(frozen=True)
 class Step:
   """`turn_rewards` are for the actions just taken. `outcome` is the final score of the episode, at its end, in
-  [0, 1] by custom; `success` what `success/mean` counts (by default: outcome >= 1)."""
+  [0, 1] by custom; `success/mean` counts those of 1."""
 
   observations: dict[int, Observation] = dataclasses.field(default_factory=dict)
   turn_rewards: dict[int, float] = dataclasses.field(default_factory=dict)

@@ -5,13 +5,12 @@ wrong answers. The outcome is 1 iff the score of the extracted answer is 1.
 """
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxagent.checks import check_options
+from jaxagent.checks import check_options, nearest
 from jaxagent.envs.base import Action, Observation, Step, with_system
 from jaxagent.envs.splits import SPLITS, digest, require_split, split_of
 
@@ -181,9 +180,7 @@ def _generator(name: str, options: dict[str, Any], size: int, seed: int):
       f"the reasoning_gym environment needs the reasoning-gym package ({error}): pip install 'jaxagent[envs]'"
     ) from error
   if name not in DATASETS:
-    near = difflib.get_close_matches(name, DATASETS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"reasoning_gym has no generator {name!r}{hint}")
+    raise ValueError(f"reasoning_gym has no generator {name!r}{nearest(name, DATASETS)}")
   if name in UNUSABLE:
     raise ValueError(f"reasoning_gym: the scorer of {name} takes every answer for right; choose another generator")
   try:

@@ -1,11 +1,11 @@
 """From a config's `env` section to tasks."""
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+from jaxagent.checks import nearest
 from jaxagent.config import Env
 from jaxagent.envs.base import Environment, Tasks
 from jaxagent.envs.calculator import Calculator
@@ -53,7 +53,7 @@ def resolve(env: Env) -> Tasks:
   if ":" not in env.name:
     if env.name not in ENVIRONMENTS:
       raise ValueError(
-        f"env.name: unknown environment {env.name!r}{_nearest(env.name, ENVIRONMENTS)};"
+        f"env.name: unknown environment {env.name!r}{nearest(env.name, ENVIRONMENTS)};"
         f" one of {', '.join(ENVIRONMENTS)}, or my_package.module:MyEnv"
       )
     return _call(ENVIRONMENTS[env.name], env)
@@ -83,15 +83,10 @@ def _check_options(make: Callable[..., Any], env: Env) -> None:
   for option in env.options:
     if option not in parameters and not takes_any:
       raise ValueError(
-        f"env.options: {env.name} has no option {option!r}{_nearest(option, parameters)}; it takes"
+        f"env.options: {env.name} has no option {option!r}{nearest(option, parameters)}; it takes"
         f" {', '.join(parameters) or 'none'}"
       )
   empty, variadic = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
   for name, parameter in parameters.items():
     if parameter.default is empty and parameter.kind not in variadic and name not in env.options:
       raise ValueError(f"env.options: {env.name} needs the option {name!r}")
-
-
-def _nearest(name: str, names) -> str:
-  near = difflib.get_close_matches(name, list(names), n=1)
-  return f", did you mean {near[0]!r}?" if near else ""

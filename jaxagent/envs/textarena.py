@@ -11,11 +11,13 @@ compile on Python 3.11, and BabyAiText, ScorableGames and UsedCarNegotiation lac
 
 import contextlib
 import dataclasses
-import difflib
 import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from jaxagent.checks import nearest
 from jaxagent.envs.base import Action, Message, Observation, Step, with_system
 from jaxagent.envs.importing import attribute
 from jaxagent.envs.splits import require_split, task_seed
@@ -129,23 +131,20 @@ class Chance(contextlib.AbstractContextManager):
   """The module `random` (and NumPy's), which the games draw from, in the state of this episode while inside."""
 
   def __init__(self, seed: int):
-    import numpy as np
-
-    self._numpy = np.random
     self._own = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
 
   def __enter__(self) -> "Chance":
-    self._outer = random.getstate(), self._numpy.get_state()
+    self._outer = random.getstate(), np.random.get_state()
     self._set(self._own)
     return self
 
   def __exit__(self, *error) -> None:
-    self._own = random.getstate(), self._numpy.get_state()
+    self._own = random.getstate(), np.random.get_state()
     self._set(self._outer)
 
   def _set(self, states: tuple) -> None:
     random.setstate(states[0])
-    self._numpy.set_state(states[1])
+    np.random.set_state(states[1])
 
 
 def _said(text: str) -> Message:
@@ -172,9 +171,7 @@ def _package():
 def _playable(tasks: TextArena) -> None:
   names = _package().envs.registration.ENV_REGISTRY
   if tasks.game not in names:
-    near = difflib.get_close_matches(tasks.game, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"textarena has no game {tasks.game!r}{hint}")
+    raise ValueError(f"textarena has no game {tasks.game!r}{nearest(tasks.game, names)}")
   try:
     with Chance(0):
       tasks.make().reset(num_players=tasks.players, seed=0)

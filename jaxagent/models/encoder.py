@@ -120,7 +120,7 @@ def load_encoder(path: str | os.PathLike, *, max_tokens: int = 256) -> Encoder:
     raise ValueError(
       f"{folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens, the embedding {config['vocab_size']} rows"
     )
-  params = _assemble(folder, config)
+  params = jax.device_put(_assemble(folder, config))
   longest = min(max_tokens, config["max_position_embeddings"])
   return Encoder(params, tokenizer, config["num_attention_heads"], config.get("layer_norm_eps", 1e-12), longest)
 
