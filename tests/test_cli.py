@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from jaxagent import cli, run
 from jaxagent.config import Config
+from jaxagent.report import folder as run_folder
 
 CONFIG = {
   "model": {"shape": {"width": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 16}},
@@ -76,7 +77,7 @@ def test_a_second_run_gets_its_own_folder_and_resume_says_which(finished, capsys
 
 def test_two_runs_that_begin_at_once_get_folders_of_their_own(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  fresh, config = run.fresh, Config()
+  fresh, config = run_folder.fresh, Config()
 
   def late(config, name):
     folder = fresh(config, name)
@@ -84,8 +85,8 @@ def test_two_runs_that_begin_at_once_get_folders_of_their_own(tmp_path, monkeypa
       folder.mkdir(parents=True)  # the other run is faster
     return folder
 
-  monkeypatch.setattr(run, "fresh", late)
-  assert [run.claim(config, "a").name for _ in range(2)] == ["a-2", "a-3"]
+  monkeypatch.setattr(run_folder, "fresh", late)
+  assert [run_folder.claim(config, "a").name for _ in range(2)] == ["a-2", "a-3"]
 
 
 @pytest.mark.parametrize("fault", ["another model", "all checkpoints corrupt"])
@@ -118,10 +119,10 @@ def test_a_resume_keeps_the_settings_of_the_run(finished, tmp_path, monkeypatch,
 
 
 def test_one_run_in_a_folder(tmp_path):
-  with run.alone(tmp_path):
-    with pytest.raises(ValueError, match="another run is in"), run.alone(tmp_path):
+  with run_folder.alone(tmp_path):
+    with pytest.raises(ValueError, match="another run is in"), run_folder.alone(tmp_path):
       pass
-  with run.alone(tmp_path):
+  with run_folder.alone(tmp_path):
     pass
 
 
@@ -131,10 +132,10 @@ def test_what_a_run_left_that_failed_at_once_is_written_over(tmp_path):
   config = Config(run=dataclasses.replace(Config().run, dir=str(folder)))
   for name in ("lock", "config.yaml", "config.yaml.new", "metrics.jsonl"):
     (folder / name).write_text("")
-  assert run.fresh(config, "a") == run.epath.Path(folder)
+  assert run_folder.fresh(config, "a") == run.epath.Path(folder)
   (folder / "metrics.jsonl").write_text("{}")
   with pytest.raises(ValueError, match="exists; choose another"):
-    run.fresh(config, "a")
+    run_folder.fresh(config, "a")
 
 
 def test_a_config_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -146,9 +147,9 @@ def test_a_config_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
   with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
     patch.setattr(type(path), "write_text", full)
-    run.write_whole(path, "new")
+    run_folder.write_whole(path, "new")
   assert path.read_text() == "old"
-  run.write_whole(path, "new")
+  run_folder.write_whole(path, "new")
   assert path.read_text() == "new"
 
 

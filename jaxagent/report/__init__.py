@@ -1,1 +1,1 @@
-"""What a run tells people and keeps: metrics, a display, and the stored rollouts."""
+"""What a run tells people and keeps: its folder, metrics, a display, and the stored rollouts."""
